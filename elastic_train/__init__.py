@@ -1,0 +1,1 @@
+"""Elastic training for Flax models on multi-controller JAX."""

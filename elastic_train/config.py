@@ -1,0 +1,115 @@
+"""Settings of a run: frozen dataclasses, then a TOML file, then the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class ConfigError(ValueError):
+    """A setting is wrong. The message names the field, the value and the fix."""
+
+
+def require(condition: bool, field_name: str, value: object, fix: str) -> None:
+    """Raises ConfigError naming `field_name` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{field_name} = {value!r}: {fix}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, and how many stay.
+
+    Attributes:
+      every_steps: steps between two checkpoints; 0 writes none.
+      keep: how many of the newest checkpoints stay.
+    """
+
+    every_steps: int = 0
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, "checkpoint.every_steps", self.every_steps, "use 0 (none) or a positive number")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "keep at least one checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultConfig:
+    """How long to wait, and how often to try again.
+
+    Attributes:
+      max_restarts: how often one slot is started again before it is given up; the count starts anew once
+        the worker has taken part in `forgive_after_steps` steps.
+      forgive_after_steps: see `max_restarts`.
+      first_backoff_s: wait before the second restart in a row; the first is immediate, each further wait doubles.
+      max_backoff_s: upper limit of that wait.
+      max_step_failures: how often user code may raise at one step on one worker before the worker leaves
+        (or the job ends, if it raised on all workers).
+      start_timeout_s: a worker that is not ready this long after its start is killed and counted as failed.
+      start_grace_s: how long the first group waits for the remaining slots once `min_workers` are ready.
+      floor_timeout_s: how long a job below `min_workers` waits before it gives up.
+      doubt_timeout_s: how long a member whose exchange failed waits for news of a death.
+      keepalive_s: a worker whose control connection does not answer for about twice this long is declared dead.
+      jax_heartbeat_timeout_s: JAX's own failure detection, the net below ours.
+    """
+
+    max_restarts: int = 10
+    forgive_after_steps: int = 20
+    first_backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    max_step_failures: int = 3
+    start_timeout_s: float = 600.0
+    start_grace_s: float = 60.0
+    floor_timeout_s: float = 3600.0
+    doubt_timeout_s: float = 10.0
+    keepalive_s: float = 5.0
+    jax_heartbeat_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_restarts", "forgive_after_steps", "max_step_failures"):
+            require(getattr(self, name) >= (name != "max_restarts"), f"faults.{name}", getattr(self, name), "too small")
+        for name in self.__dataclass_fields__:
+            if name.endswith("_s"):
+                require(getattr(self, name) > 0, f"faults.{name}", getattr(self, name), "use a positive number of seconds")
+        require(
+            self.jax_heartbeat_timeout_s > 2 * self.keepalive_s,
+            "faults.jax_heartbeat_timeout_s",
+            self.jax_heartbeat_timeout_s,
+            f"must exceed twice faults.keepalive_s ({self.keepalive_s}), or JAX acts before we do",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every recipe can be told. A recipe subclasses it and adds its own fields.
+
+    Attributes:
+      steps: optimizer updates in total, also after a resume.
+      batch_size: samples per step over all workers; it does not depend on how many workers there are.
+      shards: fixed slices of the global batch, at least as many as workers. Part of the numbers: another
+        value rounds differently.
+      seed: start of every random key and of the order of the samples.
+      eval_every: steps between two evaluations; 0 evaluates once at the end.
+      log_every: steps between two lines of `metrics.jsonl`.
+    """
+
+    steps: int = 100
+    batch_size: int = 64
+    shards: int = 8
+    seed: int = 0
+    eval_every: int = 0
+    log_every: int = 1
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "steps", self.steps, "train at least one step")
+        require(self.shards >= 1, "shards", self.shards, "use at least one shard")
+        require(
+            self.batch_size >= self.shards,
+            "batch_size",
+            self.batch_size,
+            f"must be at least shards ({self.shards}), so that no shard is empty",
+        )
+        require(0 <= self.seed < 2**32, "seed", self.seed, "use a number from 0 to 4294967295")
+        require(self.eval_every >= 0, "eval_every", self.eval_every, "use 0 (only at the end) or a positive number")
+        require(self.log_every >= 1, "log_every", self.log_every, "use a positive number")

@@ -1,0 +1,273 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Identity(_message.Message):
+    __slots__ = ("slot", "incarnation", "node")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    incarnation: int
+    node: int
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., node: _Optional[int] = ...) -> None: ...
+
+class View(_message.Message):
+    __slots__ = ("epoch", "members")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    members: _containers.RepeatedCompositeFieldContainer[Identity]
+    def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ...) -> None: ...
+
+class FromWorker(_message.Message):
+    __slots__ = ("hello", "ready", "view", "progress", "failed", "finished")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    ready: Ready
+    view: ViewChanged
+    progress: Progress
+    failed: Failed
+    finished: Finished
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., view: _Optional[_Union[ViewChanged, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("identity", "pid", "host", "config_digest", "versions")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    pid: int
+    host: str
+    config_digest: str
+    versions: str
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., config_digest: _Optional[str] = ..., versions: _Optional[str] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ViewChanged(_message.Message):
+    __slots__ = ("view", "reason", "gone", "came", "step", "time")
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    CAME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    view: View
+    reason: str
+    gone: _containers.RepeatedCompositeFieldContainer[Identity]
+    came: _containers.RepeatedCompositeFieldContainer[Identity]
+    step: int
+    time: float
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ..., came: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ..., step: _Optional[int] = ..., time: _Optional[float] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("step", "phase", "records")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    phase: str
+    records: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, step: _Optional[int] = ..., phase: _Optional[str] = ..., records: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("step", "fatal", "startup", "traceback")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FATAL_FIELD_NUMBER: _ClassVar[int]
+    STARTUP_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    fatal: bool
+    startup: bool
+    traceback: str
+    def __init__(self, step: _Optional[int] = ..., fatal: bool = ..., startup: bool = ..., traceback: _Optional[str] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("status", "step", "samples", "params_sha256", "state_sha256", "result")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    STATE_SHA256_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    status: str
+    step: int
+    samples: int
+    params_sha256: str
+    state_sha256: str
+    result: str
+    def __init__(self, status: _Optional[str] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., params_sha256: _Optional[str] = ..., state_sha256: _Optional[str] = ..., result: _Optional[str] = ...) -> None: ...
+
+class ToWorker(_message.Message):
+    __slots__ = ("welcome", "candidates", "form", "abort", "evict", "stop", "ack")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    candidates: Candidates
+    form: Form
+    abort: Abort
+    evict: Evict
+    stop: Stop
+    ack: Ack
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., form: _Optional[_Union[Form, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Candidates(_message.Message):
+    __slots__ = ("joiners",)
+    JOINERS_FIELD_NUMBER: _ClassVar[int]
+    joiners: _containers.RepeatedCompositeFieldContainer[Identity]
+    def __init__(self, joiners: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ...) -> None: ...
+
+class Form(_message.Message):
+    __slots__ = ("view",)
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    view: View
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    def __init__(self, node: _Optional[int] = ...) -> None: ...
+
+class Evict(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("now", "reason")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    now: bool
+    reason: str
+    def __init__(self, now: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class FromAgent(_message.Message):
+    __slots__ = ("hello", "started", "exited")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    EXITED_FIELD_NUMBER: _ClassVar[int]
+    hello: AgentHello
+    started: Started
+    exited: Exited
+    def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ...) -> None: ...
+
+class AgentHello(_message.Message):
+    __slots__ = ("host", "slots")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, host: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("identity", "pid")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    pid: int
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class Exited(_message.Message):
+    __slots__ = ("identity", "exit_code", "traceback", "time")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    exit_code: int
+    traceback: str
+    time: float
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., exit_code: _Optional[int] = ..., traceback: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+
+class ToAgent(_message.Message):
+    __slots__ = ("start", "kill", "shutdown", "welcome")
+    START_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    start: StartWorker
+    kill: KillWorker
+    shutdown: Shutdown
+    welcome: AgentWelcome
+    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ...) -> None: ...
+
+class AgentWelcome(_message.Message):
+    __slots__ = ("jax_address", "num_nodes")
+    JAX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    jax_address: str
+    num_nodes: int
+    def __init__(self, jax_address: _Optional[str] = ..., num_nodes: _Optional[int] = ...) -> None: ...
+
+class StartWorker(_message.Message):
+    __slots__ = ("identity",)
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+
+class KillWorker(_message.Message):
+    __slots__ = ("identity", "reason")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    identity: Identity
+    reason: str
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Shutdown(_message.Message):
+    __slots__ = ("exit_code", "reason")
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    exit_code: int
+    reason: str
+    def __init__(self, exit_code: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
