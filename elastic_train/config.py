@@ -16,23 +16,6 @@ def require(condition: bool, field_name: str, value: object, fix: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When checkpoints are written, and how many stay.
-
-    Attributes:
-      every_steps: steps between two checkpoints; 0 writes none.
-      keep: how many of the newest checkpoints stay.
-    """
-
-    every_steps: int = 0
-    keep: int = 3
-
-    def __post_init__(self) -> None:
-        require(self.every_steps >= 0, "checkpoint.every_steps", self.every_steps, "use 0 (none) or a positive number")
-        require(self.keep >= 1, "checkpoint.keep", self.keep, "keep at least one checkpoint")
-
-
-@dataclass(frozen=True, kw_only=True)
 class FaultConfig:
     """How long to wait, and how often to try again.
 
@@ -98,7 +81,6 @@ class Config:
     seed: int = 0
     eval_every: int = 0
     log_every: int = 1
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
