@@ -80,7 +80,7 @@ class Vote:
         """The vector as signed 32-bit integers."""
         flags = self.ok | self.finite << 1 | self.stop << 2 | self.leave << 3
         joiners = self.joiners[:MAX_JOINERS_PER_STEP]
-        head = [_signed(self.step), _signed(self.step >> 32), flags, *map(_signed, self.fingerprint), len(joiners), 0, 0]
+        head = [signed(self.step), signed(self.step >> 32), flags, *map(signed, self.fingerprint), len(joiners), 0, 0]
         body = [number for joiner in joiners for number in joiner]
         return head + body + [0] * (VOTE_SIZE - len(head) - len(body))
 
@@ -100,7 +100,8 @@ class Vote:
         )
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
+    """The low 32 bits of `number` as a signed integer."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >= 1 << 31 else number
 

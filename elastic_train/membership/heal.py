@@ -1,0 +1,104 @@
+"""The state from donors to receivers: in stripes, every donor sending its share, all receivers at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from elastic_train.state import PyTree, as_bytes, from_bytes
+from elastic_train.step.reduce import AXIS, Meeting
+
+STRIPE_BYTES = 64 << 20
+"""What one donor sends at a time."""
+
+PACK_BYTES = 256 << 20
+"""Leaves are copied into packs of about this size (or one larger leaf) while they are sent."""
+
+
+class Healer:
+    """Compiled once for a state; only the all-gather depends on who the members are.
+
+    Args:
+      state: tree of arrays with the shapes and dtypes of the state.
+      device: this worker's device.
+    """
+
+    def __init__(self, state: PyTree, device: jax.Device) -> None:
+        self._device = device
+        self._leaves, self._treedef = jax.tree.flatten(state)
+        self._leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves]
+        self._packs = _packs([_num_bytes(leaf) for leaf in self._leaves])
+        largest = max(sum(_num_bytes(self._leaves[i]) for i in pack) for pack in self._packs)
+        self.stripe = min(STRIPE_BYTES, largest)
+        self._programs = [self._compile(pack) for pack in self._packs]
+        self._take = jax.jit(lambda data, start: jax.lax.dynamic_slice(data, (start,), (self.stripe,))[None])
+        self._place = jax.jit(
+            lambda data, stripe, start: jax.lax.dynamic_update_slice(data, stripe, (start,)), donate_argnums=0
+        )
+
+    def _compile(self, pack: list[int]) -> tuple[int, Any, Any]:
+        leaves = [self._leaves[i] for i in pack]
+        size = sum(map(_num_bytes, leaves))
+        padded = math.ceil(size / self.stripe) * self.stripe
+
+        def join(*arrays: jax.Array) -> jax.Array:
+            return jnp.pad(jnp.concatenate([as_bytes(array) for array in arrays]), (0, padded - size))
+
+        def split(data: jax.Array) -> list[jax.Array]:
+            arrays, start = [], 0
+            for leaf in leaves:
+                arrays.append(from_bytes(data[start : start + _num_bytes(leaf)], leaf))
+                start += _num_bytes(leaf)
+            return arrays
+
+        where = jax.sharding.SingleDeviceSharding(self._device)
+        on_device = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf in leaves]
+        data = jax.ShapeDtypeStruct((padded,), jnp.uint8, sharding=where)
+        return padded, jax.jit(join).lower(*on_device).compile(), jax.jit(split).lower(data).compile()
+
+    def run(self, meeting: Meeting, state: PyTree, donors: Sequence[int], rank: int, receives: bool) -> PyTree:
+        """Returns the donors' state on a receiver, and `state` itself on everybody else. Blocks until done.
+
+        All members call it, in one block. A receiver's own arrays stay as they are until the caller drops them.
+        """
+        shape = jax.ShapeDtypeStruct((1, self.stripe), jnp.uint8)
+        gather = meeting.program(lambda stripe: jax.lax.all_gather(stripe[0], AXIS), shape)
+        leaves = self._treedef.flatten_up_to(state)
+        turn = donors.index(rank) if rank in donors else 0
+        for pack, (padded, join, split) in zip(self._packs, self._programs, strict=True):
+            data = join(*[leaves[i] for i in pack])
+            healed = jnp.zeros((padded,), jnp.uint8, device=self._device) if receives else None
+            for first in range(0, padded, self.stripe * len(donors)):
+                start = min(first + turn * self.stripe, padded - self.stripe)
+                mine = self._take(data, start)
+                rows = meeting.local(jax.block_until_ready(gather(meeting.mine_of_all(mine))))
+                for order, donor in enumerate(donors):
+                    place = first + order * self.stripe
+                    if healed is not None and place < padded:
+                        healed = self._place(healed, rows[donor], place)
+            if healed is not None:
+                for i, leaf in zip(pack, split(healed), strict=True):
+                    leaves[i] = leaf
+        return jax.block_until_ready(jax.tree.unflatten(self._treedef, leaves))
+
+
+def _num_bytes(leaf: Any) -> int:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _packs(sizes: Sequence[int]) -> list[list[int]]:
+    packs: list[list[int]] = []
+    filled = 0
+    for number, size in enumerate(sizes):
+        if not packs or filled + size > PACK_BYTES:
+            packs.append([])
+            filled = 0
+        packs[-1].append(number)
+        filled += size
+    return packs

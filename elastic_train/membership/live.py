@@ -1,0 +1,216 @@
+"""The members, and how to run one block with them: JAX's `live_devices`, and the verdict on what it meant."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
+
+import jax
+import numpy as np
+
+from elastic_train.config import FaultConfig
+from elastic_train.jax_private import LiveDevices
+from elastic_train.membership.abort_cpu import GlooSockets
+from elastic_train.membership.group import (
+    VOTE_SIZE,
+    Commit,
+    Doubt,
+    Fenced,
+    Identity,
+    Retry,
+    Shrink,
+    View,
+    Vote,
+    judge,
+)
+from elastic_train.membership.reconcile import STANDING_SIZE
+from elastic_train.step.plan import Plan
+from elastic_train.step.reduce import Exchange, Gather, Meeting
+
+EXIT_REJOIN = 75
+"""Exit code of a worker that cannot go on with the group and wants to be started again as new."""
+
+
+class News(Protocol):
+    """What a member hears from the coordinator (`coordinator.client.Link`)."""
+
+    def phase(self, name: str, step: int) -> None: ...
+    def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool: ...
+
+
+class MembersGone(Exception):
+    """Raised inside a block that cannot succeed, to get to its exit barrier without delay."""
+
+
+class Block(Protocol):
+    """Something that runs a body between two barriers; see `jax_private.LiveDevices`."""
+
+    @property
+    def incarnations(self) -> dict[int, int]: ...
+    def run(self, body: Callable[[dict[int, int]], Any]) -> Any: ...
+
+
+class Alone:
+    """The block of a plain process without a launcher: nobody else, no barrier."""
+
+    incarnations: Mapping[int, int] = {0: 0}
+
+    def run(self, body: Callable[[dict[int, int]], Any]) -> Any:
+        return body(dict(self.incarnations))
+
+
+class Group:
+    """The current members. One thread calls everything but `on_dead`.
+
+    Args:
+      me: this worker's identity.
+      devices: one device per node id.
+      specs: shapes of one partial sum, for the exchange program.
+      num_shards: V.
+      news: what the coordinator tells.
+      faults: time limits.
+      sockets: this worker's gloo sockets on CPU; None where XLA cancels collectives itself.
+      make_block: the block for a list of devices.
+    """
+
+    def __init__(
+        self,
+        me: Identity,
+        devices: Mapping[int, jax.Device],
+        specs: tuple[jax.ShapeDtypeStruct, ...],
+        num_shards: int,
+        news: News,
+        faults: FaultConfig,
+        sockets: GlooSockets | None,
+        make_block: Callable[[list[jax.Device]], Block] = LiveDevices,
+    ) -> None:
+        self.me = me
+        self.view = View(0, ())
+        self._devices, self._specs, self._num_shards = devices, specs, num_shards
+        self._news, self._faults, self._sockets, self._make_block = news, faults, sockets, make_block
+        self._dead: set[int] = set()
+        self._in_block = threading.Event()
+        self._met = False
+
+    @property
+    def rank(self) -> int:
+        return self.view.rank(self.me.node)
+
+    @property
+    def is_lowest(self) -> bool:
+        return self.rank == 0
+
+    def prepare(self, view: View) -> None:
+        """Compiles the programs that cross `view`'s members. Nothing is sent: peers may be minutes apart here."""
+        self.view = view
+        devices = [self._devices[node] for node in view.nodes]
+        self.plan = Plan.of(self._num_shards, len(devices))
+        self.meeting = Meeting(devices, self._devices[self.me.node])
+        self.gather = Gather(self.meeting, VOTE_SIZE + STANDING_SIZE)
+        self.exchange = Exchange(self.meeting, self.plan, self._specs, VOTE_SIZE)
+        self._block = self._make_block(devices)
+        self._met = False
+
+    def attempt(self, body: Callable[[], tuple[Any, np.ndarray]]) -> tuple[Commit | Retry | Shrink, Any]:
+        """Runs `body` in a block with all members.
+
+        Args:
+          body: returns (result, rows); each row begins with a member's control vector. It must block until
+            what it computes is ready, and must not raise for reasons of the user's code (vote instead).
+
+        Returns:
+          The verdict, and the result (None unless everybody took part).
+        """
+        verdict, result = self._run(body)
+        if isinstance(verdict, Doubt):
+            verdict, result = self._resolve_doubt(), None
+        if isinstance(verdict, Fenced | Doubt):
+            leave(f"slot {self.me.slot}: the others go on without this worker (node {self.me.node})")
+        return verdict, result
+
+    def _run(self, body: Callable[[], tuple[Any, np.ndarray]]) -> tuple[Any, Any]:
+        before: dict[int, int] = {}
+        outcome: list[Any] = []
+
+        def guarded(incarnations: dict[int, int]) -> None:
+            before.update(incarnations)
+            nodes = set(self.view.nodes)
+            if set(incarnations) != nodes or self._dead & nodes:
+                raise MembersGone
+            try:
+                outcome.extend(self._first_meeting(body))
+            finally:
+                self._news.phase("barrier", -1)
+
+        self._in_block.set()
+        error = None
+        try:
+            self._block.run(guarded)
+        except Exception as raised:
+            error = raised
+        finally:
+            self._in_block.clear()
+        votes = None
+        if outcome:
+            votes = [Vote.unpack(row) for row in outcome[1]]
+        verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes)
+        if error is not None and isinstance(verdict, Doubt):
+            print(f"elastic_train: exchange failed, no member is gone: {error!r}", file=sys.stderr, flush=True)
+        elif error is not None and not isinstance(verdict, Shrink | Fenced):
+            raise error
+        return verdict, outcome[0] if outcome else None
+
+    def _first_meeting(self, body: Callable[[], Any]) -> Any:
+        if self._met or self._sockets is None or len(self.view.members) == 1:
+            return body()
+        with self._sockets.forming(self.view.nodes):
+            result = body()
+        self._met = True
+        return result
+
+    def _resolve_doubt(self) -> Any:
+        """My exchange failed and nobody is gone: the others may have committed. Wait for news of a death.
+
+        Ranks wait for different times: if all of them are in doubt, the first to leave is news to the others.
+        """
+        limit = self._faults.doubt_timeout_s
+        self._news.phase("doubt", -1)
+        if not self._news.wait_dead(frozenset(self.view.nodes), limit + self.rank):
+            leave(f"slot {self.me.slot}: an exchange failed here and no member died within {limit + self.rank:g} s")
+        # The others reach this barrier when their next exchange fails. Should their list have changed in the step
+        # that they committed and I did not, they never will.
+        overdue = threading.Timer(limit, leave, [f"slot {self.me.slot}: in doubt for {limit:g} s after a death"])
+        overdue.daemon = True
+        overdue.start()
+        verdict, _ = self._run(_nothing)
+        overdue.cancel()
+        return verdict
+
+    def on_dead(self, node: int) -> None:
+        """The coordinator says that `node` is dead. Called from the control plane's thread, at once."""
+        self._dead.add(node)
+        if self._sockets is not None:
+            self._sockets.abort(node)
+            if node in self.view.nodes and self._in_block.is_set():
+                threading.Thread(target=self._keep_aborting, args=(node,), name="abort", daemon=True).start()
+
+    def _keep_aborting(self, node: int) -> None:
+        """A clique that is just being formed opens sockets one after the other: close them as they come."""
+        assert self._sockets is not None
+        while node in self.view.nodes and self._in_block.is_set():
+            self._sockets.abort(node)
+            time.sleep(0.02)
+
+
+def _nothing() -> NoReturn:
+    raise MembersGone
+
+
+def leave(reason: str) -> NoReturn:
+    """Ends this process at once; the agent starts it again as new."""
+    print(f"elastic_train: leaving: {reason}", file=sys.stderr, flush=True)
+    os._exit(EXIT_REJOIN)

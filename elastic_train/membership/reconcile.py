@@ -1,0 +1,94 @@
+"""Who has the newest state and who receives it, at the beginning of an epoch. Pure.
+
+Every member runs `agree` on the same all-gathered rows, so all draw the same conclusion.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from elastic_train.membership.group import signed
+
+STANDING_SIZE = 5
+"""Length of a standing's part of a row, in int32, behind the control vector."""
+
+
+class Standing(NamedTuple):
+    """What one member says of its state.
+
+    Attributes:
+      step: its committed steps.
+      samples: samples consumed.
+      fingerprint: 64 bits over the state, as two words.
+      layout: 64 bits over key paths, shapes, dtypes and settings, as two words.
+      has_state: False on a joiner, whose state is only what the seed gives.
+    """
+
+    step: int
+    samples: int
+    fingerprint: tuple[int, int]
+    layout: tuple[int, int]
+    has_state: bool
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Ranks in the view's order.
+
+    Attributes:
+      donors: hold the state that counts.
+      receivers: hold an older or another one, and receive it.
+      refused: run another model, dtype or config; they must leave.
+      fresh: nobody had any state; the donors hold what the seed gives.
+      disputed: donors and some receivers disagree about the state of the same step.
+    """
+
+    donors: tuple[int, ...]
+    receivers: tuple[int, ...]
+    refused: tuple[int, ...]
+    fresh: bool
+    disputed: bool
+
+
+def agree(standings: Sequence[Standing]) -> Agreement:
+    """Donors are those with the highest step and, among these, the fingerprint that most of them have.
+
+    On a tie the lowest rank's fingerprint counts; `disputed` says that there was a disagreement at all.
+    """
+    ranks = range(len(standings))
+    holders = [rank for rank in ranks if standings[rank].has_state]
+    fresh = not holders
+    layout = _most_common([standings[rank].layout for rank in holders or ranks])
+    refused = tuple(rank for rank in ranks if standings[rank].layout != layout)
+    pool = [rank for rank in holders or ranks if rank not in refused]
+    top = max(standings[rank].step for rank in pool)
+    newest = [rank for rank in pool if standings[rank].step == top]
+    content = [(standings[rank].samples, standings[rank].fingerprint) for rank in newest]
+    chosen = _most_common(content)
+    donors = tuple(rank for rank, held in zip(newest, content, strict=True) if held == chosen)
+    same = {rank for rank in ranks if _content(standings[rank]) == (top, *chosen) and rank not in refused}
+    receivers = tuple(rank for rank in ranks if rank not in same and rank not in refused)
+    return Agreement(donors, receivers, refused, fresh, disputed=len(donors) < len(newest))
+
+
+def _content(standing: Standing) -> tuple[object, ...]:
+    return standing.step, standing.samples, standing.fingerprint
+
+
+def _most_common(values: Sequence[tuple[object, ...]]) -> tuple[object, ...]:
+    # Counter keeps the order of first appearance among equals, so a tie goes to the lowest rank.
+    return Counter(values).most_common(1)[0][0]
+
+
+def pack(standing: Standing) -> list[int]:
+    """The part of a standing that a control vector (step, fingerprint) does not hold, as signed 32-bit integers."""
+    words = (standing.samples, standing.samples >> 32, *standing.layout, int(standing.has_state))
+    return [signed(word) for word in words]
+
+
+def unpack(step: int, fingerprint: tuple[int, int], words: Sequence[int]) -> Standing:
+    low, high, first, second, has_state = (int(word) & 0xFFFFFFFF for word in words)
+    return Standing(step, high << 32 | low, fingerprint, (first, second), bool(has_state))

@@ -1,0 +1,122 @@
+"""The training state: what must survive a restart, its digest and its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes, the same on every member.
+
+    Attributes:
+      step: completed optimizer updates.
+      samples: samples consumed; the global position in the data.
+      params: nested dict of arrays, the model's `nnx.Param` values.
+      model_state: nested dict of the other variables (batch statistics and the like), without random state.
+      opt_state: Optax's state.
+    """
+
+    step: int
+    samples: int
+    params: PyTree
+    model_state: PyTree
+    opt_state: PyTree
+
+    @property
+    def arrays(self) -> dict[str, PyTree]:
+        """The part that lives on the device."""
+        return {"params": self.params, "model_state": self.model_state, "opt_state": self.opt_state}
+
+
+def key_path_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """Leaves with their key paths ("layers/0/kernel"), in sorted key-path order."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+    return sorted(named, key=lambda item: item[0])
+
+
+def sha256_of_leaves(named: Iterable[tuple[str, Any]]) -> str:
+    """SHA-256 over leaves: key path, zero byte, dtype, zero byte, shape, zero byte, little-endian C-order bytes."""
+    digest = hashlib.sha256()
+    for path, leaf in named:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        shape = ",".join(str(size) for size in array.shape)
+        digest.update(f"{path}\0{array.dtype.name}\0{shape}\0".encode())
+        digest.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    return digest.hexdigest()
+
+
+def params_sha256(state: TrainState) -> str:
+    """Digest of the parameters alone."""
+    return sha256_of_leaves(key_path_leaves(state.params))
+
+
+def state_sha256(state: TrainState) -> str:
+    """Digest of everything that must survive a restart, the position in the data included."""
+    counters = {"step": np.int64(state.step), "samples": np.int64(state.samples)}
+    return sha256_of_leaves(key_path_leaves({**state.arrays, **counters}))
+
+
+def as_bytes(array: jax.Array) -> jax.Array:
+    """The array's bits as uint8[num_bytes]; traceable."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(-1)
+
+
+def from_bytes(data: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
+    """Inverse of `as_bytes` for an array of the shape and dtype of `like`; traceable."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        raw = jax.eval_shape(jax.random.key_data, like)
+        return jax.random.wrap_key_data(from_bytes(data, raw), impl=str(jax.random.key_impl(like)))
+    if like.dtype == jnp.bool_:
+        return data.reshape(like.shape).astype(jnp.bool_)
+    size = like.dtype.itemsize
+    shape = like.shape if size == 1 else (*like.shape, size)
+    return jax.lax.bitcast_convert_type(data.reshape(shape), like.dtype).reshape(like.shape)
+
+
+def fingerprint(tree: PyTree) -> jax.Array:
+    """uint32[2] that depends on every bit of every leaf and on its place; traceable.
+
+    A sum of mixed words modulo 2**32: integer sums do not depend on the order of summation, so every
+    backend and every split of the work gives the same value. Two independent mixes make it 64 bits.
+    """
+    total = jnp.zeros((2,), jnp.uint32)
+    for number, leaf in enumerate(jax.tree.leaves(tree)):
+        words = _words(leaf)
+        place = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B1) + jnp.uint32(number * 0x85EBCA77 % 2**32)
+        first = jnp.sum(_mix(words ^ place, 0x7FEB352D, 0x846CA68B), dtype=jnp.uint32)
+        second = jnp.sum(_mix(words + place, 0xC2B2AE35, 0x27D4EB2F), dtype=jnp.uint32)
+        total = total + jnp.stack([first, second])
+    return total
+
+
+def _words(leaf: jax.Array) -> jax.Array:
+    """The leaf's bits as uint32[n]: whole words where the dtype allows, else one word per byte."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    leaf = jnp.asarray(leaf)
+    if leaf.dtype != jnp.bool_ and leaf.dtype.itemsize in (4, 8):
+        return jax.lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1)
+    return as_bytes(leaf).astype(jnp.uint32)
+
+
+def _mix(words: jax.Array, first: int, second: int) -> jax.Array:
+    words = (words ^ (words >> 16)) * jnp.uint32(first)
+    words = (words ^ (words >> 15)) * jnp.uint32(second)
+    return words ^ (words >> 16)

@@ -1,0 +1,113 @@
+"""One step: local gradients, the exchange, the verdict, the update."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from elastic_train.membership.group import Commit, Retry, Shrink, Vote
+from elastic_train.membership.live import Group
+from elastic_train.state import TrainState
+from elastic_train.step.flat import Flats
+from elastic_train.step.local import LocalProgram
+from elastic_train.step.plan import partials, run_of, split
+
+ReadShard = Callable[[int, int], tuple[Mapping[str, np.ndarray], np.ndarray]]
+"""(samples consumed, shard) -> (samples of this shard, their weights)."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one attempt at a step came to.
+
+    Attributes:
+      verdict: the same on all members.
+      state: the state after it; the old one unless the step was committed.
+      metrics: means over the batch, if the step was committed.
+      failure: traceback of this worker's own code, if that raised.
+    """
+
+    verdict: Commit | Retry | Shrink
+    state: TrainState
+    metrics: dict[str, float]
+    failure: str
+
+
+class Stepper:
+    """Tries steps. Holds no state of its own between two attempts.
+
+    Args:
+      group: the members.
+      local: this worker's compiled programs.
+      read: gives a shard's samples.
+      num_shards: V.
+      batch_size: samples per step.
+      phase: told what is being done, for the display and for whoever looks for a stuck worker.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        local: LocalProgram,
+        read: ReadShard,
+        num_shards: int,
+        batch_size: int,
+        phase: Callable[[str], None],
+    ) -> None:
+        self._group, self._local, self._read = group, local, read
+        self._num_shards, self._batch_size, self._phase = num_shards, batch_size, phase
+
+    def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
+        """Tries the step that follows `state`, once. In this order:
+
+        1. local gradients; a worker whose own code raised takes part all the same, with zeros and a vote against
+        2. the exchange, which blocks until ready
+        3. the exit barrier of `live_devices`
+        4. after a commit, and only then, the update, because it donates the old state
+
+        Args:
+          state: the newest committed state.
+          vote: this member's control vector.
+          failure: traceback of what this worker's code raised since the last commit (in a hook), if it did.
+        """
+        raised = [failure] if failure else []
+
+        def body() -> tuple[Flats, np.ndarray]:
+            sums = self._partial_sums(state, raised)
+            self._phase("exchange")
+            return self._group.exchange(sums, (Vote(vote.step, ok=False) if raised else vote).pack())
+
+        verdict, total = self._group.attempt(body)
+        metrics: dict[str, float] = {}
+        if isinstance(verdict, Commit):
+            self._phase("update")
+            state, values = self._local.update(state, total, self._batch_size)
+            metrics = {name: float(value) for name, value in jax.device_get(values).items()}
+        return Outcome(verdict, state, metrics, raised[0] if raised else "")
+
+    def _partial_sums(self, state: TrainState, raised: list[str]) -> list[Flats]:
+        self._phase("local")
+        run = run_of(self._num_shards, len(self._group.view.members), self._group.rank)
+        if raised:
+            return [self._local.zeros()]
+        try:
+            sums = [self._subtree(node, state) for node in partials(run.start, run.stop, self._num_shards)]
+            # What fails on the device, callbacks into the user's code included, must show here: inside the
+            # exchange it could not be voted on.
+            return jax.block_until_ready(sums)
+        except Exception:
+            raised.append(traceback.format_exc())
+            return [self._local.zeros()]
+
+    def _subtree(self, node: tuple[int, int], state: TrainState) -> Any:
+        start, stop = node
+        middle = split(start, stop)
+        if middle is None:
+            batch = self._local.put(*self._read(state.samples, start))
+            return self._local.shard_sums(state, batch, start)
+        return self._local.add(self._subtree((start, middle), state), self._subtree((middle, stop), state))

@@ -1,0 +1,229 @@
+"""What a worker computes on its own device: gradients of one shard, sums, the update, evaluation.
+
+Nothing here crosses workers, so nothing here is compiled again when the members change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from elastic_train.state import PyTree, TrainState, fingerprint
+from elastic_train.step.flat import Flats, Flattener
+
+if TYPE_CHECKING:
+    from elastic_train.trainer import Trainer
+
+
+class WeightedSum(NamedTuple):
+    """A sum over samples (or tokens) and the weight it stands for; the framework divides after the last addition.
+
+    Attributes:
+      value: float[], the weighted sum.
+      weight: float[], the sum of the weights.
+    """
+
+    value: jax.Array
+    weight: jax.Array
+
+
+Means = dict[str, WeightedSum]
+
+
+class LocalProgram:
+    """The compiled local programs of one worker.
+
+    Args:
+      trainer: the user's trainer.
+      device: where the state lives and everything here runs.
+      batch: one shard's samples, for their shapes; a dict of numpy arrays [rows, ...].
+      eval_batch: the same for evaluation, or None.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        device: jax.Device,
+        batch: Mapping[str, np.ndarray],
+        eval_batch: Mapping[str, np.ndarray] | None,
+    ) -> None:
+        self._trainer = trainer
+        self._device = device
+        self._transform = trainer.optimizer()
+        # Parameters and streams follow from the seed alone, so every worker starts from the same bits.
+        with jax.default_device(device):
+            self._build_model(trainer)
+            self._seed_key = jax.random.fold_in(jax.random.key(trainer.config.seed), 1)
+        example = self.put(batch, _ones(batch))
+        sums = jax.eval_shape(self._sums, *self.initial.arrays.values(), *example, jnp.uint32(0), jnp.uint32(0))
+        self._sums_shape = sums
+        self._flattener = Flattener(sums)
+        self.specs = self._flattener.specs
+        self._compile(example, eval_batch)
+
+    def _build_model(self, trainer: Trainer) -> None:
+        model = trainer.model(nnx.Rngs(trainer.config.seed))
+        if not isinstance(model, nnx.Module):
+            raise TypeError(f"{type(trainer).__name__}.model() must return a flax.nnx.Module; got {type(model).__name__}")
+        self._graphdef, self._params, self._streams, self._rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        params, rest = self._own(nnx.to_pure_dict(self._params)), self._own(nnx.to_pure_dict(self._rest))
+        opt_state = self._own(jax.jit(self._transform.init)(params))
+        self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
+
+    def _own(self, tree: PyTree) -> PyTree:
+        """Copies on this worker's device: the state is donated, and must not take anybody else's arrays along."""
+        return jax.tree.map(lambda leaf: jax.device_put(jnp.array(leaf, copy=True), self._device), tree)
+
+    def _compile(self, example: tuple[Any, Any], eval_batch: Mapping[str, np.ndarray] | None) -> None:
+        arrays = self.initial.arrays
+        number = jax.ShapeDtypeStruct((), jnp.uint32)
+        flats = self.specs
+        self._shard = self._aot(self._flat_sums, (), *arrays.values(), *example, number, number)
+        self._add = self._aot(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (), flats, flats)
+        self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats)
+        self._fingerprint = self._aot(fingerprint, (), arrays)
+        self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in flats), ())
+        self._evaluate = None
+        self.eval_names: list[str] = []
+        if eval_batch is not None:
+            inputs = (self.initial.params, self.initial.model_state, *self.put(eval_batch, _ones(eval_batch)))
+            self.eval_names = sorted(jax.eval_shape(self._eval_sums, *inputs))
+            self._evaluate = self._aot(self._eval_sums, (), *inputs)
+
+    def _aot(self, function: Any, donate: tuple[int, ...], *args: Any) -> Any:
+        where = jax.sharding.SingleDeviceSharding(self._device)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
+        return jax.jit(function, donate_argnums=donate, out_shardings=where).lower(*shapes).compile()
+
+    # Called by the step, in this order.
+
+    def put(self, batch: Mapping[str, np.ndarray], weight: np.ndarray) -> tuple[dict[str, jax.Array], jax.Array]:
+        """One shard's samples and their weights (1, or 0 for padding) on the device."""
+        return jax.device_put((dict(batch), weight), self._device)
+
+    def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int) -> Flats:
+        """Sums over one shard: gradients, loss, metrics, model state."""
+        numbers = jax.device_put((np.uint32(state.step % 2**32), np.uint32(shard)), self._device)
+        return self._shard(*state.arrays.values(), *batch, *numbers)
+
+    def add(self, left: Flats, right: Flats) -> Flats:
+        """One addition of the canonical tree."""
+        return self._add(left, right)
+
+    def zeros(self) -> Flats:
+        """What a member contributes whose own code failed."""
+        return self._zeros()
+
+    def update(self, state: TrainState, total: Flats, num_samples: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The state after the step, and its metrics (means, float32[]). The old state's arrays are donated."""
+        params, model_state, opt_state, metrics = self._update(*state.arrays.values(), total)
+        return TrainState(state.step + 1, state.samples + num_samples, params, model_state, opt_state), metrics
+
+    def fingerprint(self, state: TrainState) -> tuple[int, int]:
+        """64 bits that depend on every bit of the state; see `state.fingerprint`."""
+        first, second = np.asarray(self._fingerprint(state.arrays))
+        return int(first), int(second)
+
+    def eval_sums(self, state: TrainState, batch: tuple[Any, Any]) -> Means:
+        """Sums of the evaluation metrics over one batch."""
+        assert self._evaluate is not None
+        return self._evaluate(state.params, state.model_state, *batch)
+
+    # Traced.
+
+    def _model(self, params: PyTree, model_state: PyTree, key: jax.Array | None) -> nnx.Module:
+        streams = nnx.to_pure_dict(self._streams)
+        if key is not None:
+            leaves, treedef = jax.tree.flatten(streams)
+            fresh = [
+                jax.random.fold_in(key, number)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else jnp.zeros_like(leaf)
+                for number, leaf in enumerate(leaves)
+            ]
+            streams = jax.tree.unflatten(treedef, fresh)
+        parts = ((self._params, params), (self._streams, streams), (self._rest, model_state))
+        return nnx.merge(self._graphdef, *(_filled(template, values) for template, values in parts))
+
+    def _sums(
+        self, params: PyTree, model_state: PyTree, opt_state: PyTree, batch: Any, weight: Any, step: Any, shard: Any
+    ) -> PyTree:
+        del opt_state
+        key = jax.random.fold_in(jax.random.fold_in(self._seed_key, step), shard)
+
+        def loss_sum(params: PyTree) -> tuple[jax.Array, tuple[Means, PyTree]]:
+            model = self._model(params, model_state, jax.random.fold_in(key, 0))
+            model.train()
+            result = self._trainer.loss(model, batch, nnx.Rngs(jax.random.fold_in(key, 1)))
+            loss, metrics = result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
+            means = {name: _weighted(f"metric {name!r}", x, weight) for name, x in {**metrics, "loss": loss}.items()}
+            after = nnx.to_pure_dict(nnx.split(model, nnx.Param, nnx.RngState, ...)[3])
+            return means["loss"].value, (means, after)
+
+        grads, (means, after) = jax.grad(loss_sum, has_aux=True)(params)
+        # A full shard counts as exactly 1, so that one shard alone leaves its state untouched by rounding.
+        share = jnp.sum(weight) / weight.size
+        scaled = jax.tree.map(lambda x: _share_of(x, share, shard), after)
+        return {"grads": grads, "means": means, "share": share, "model_state": scaled}
+
+    def _flat_sums(self, *args: Any) -> Flats:
+        return self._flattener.flatten(self._sums(*args))
+
+    def _apply(self, params: PyTree, model_state: PyTree, opt_state: PyTree, flats: Flats) -> tuple[Any, ...]:
+        total = self._flattener.unflatten(flats)
+        means, share = total["means"], total["share"]
+        grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), total["grads"])
+        updates, opt_state = self._transform.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+        model_state = jax.tree.map(lambda x: x / share.astype(x.dtype) if is_float(x) else x, total["model_state"])
+        return params, model_state, opt_state, {name: mean.value / mean.weight for name, mean in means.items()}
+
+    def _eval_sums(self, params: PyTree, model_state: PyTree, batch: Any, weight: Any) -> Means:
+        model = self._model(params, model_state, None)
+        model.eval()
+        metrics = self._trainer.evaluate(model, batch)
+        return {name: _weighted(f"metric {name!r}", x, weight) for name, x in metrics.items()}
+
+
+def _ones(batch: Mapping[str, np.ndarray]) -> np.ndarray:
+    return np.ones(len(next(iter(batch.values()))), np.float32)
+
+
+def _filled(template: Any, values: PyTree) -> Any:
+    state = jax.tree.map(lambda leaf: leaf, template)
+    nnx.replace_by_pure_dict(state, values)
+    return state
+
+
+def _weighted(name: str, result: Any, weight: jax.Array) -> WeightedSum:
+    """A user's per-sample values, or sum and weight, as a sum and weight of at least float32."""
+    if isinstance(result, WeightedSum):
+        value, total = (jnp.asarray(x) for x in result)
+        if value.shape or total.shape:
+            raise ValueError(f"{name}: a WeightedSum holds two scalars; got shapes {value.shape} and {total.shape}")
+        dtype = jnp.promote_types(value.dtype, jnp.float32)
+        return WeightedSum(value.astype(dtype), total.astype(dtype))
+    values = jnp.asarray(result)
+    if values.shape != weight.shape:
+        raise ValueError(
+            f"{name}: expected one value per sample, shape {weight.shape}; got shape {values.shape}. Do not average: "
+            "return the values themselves, or et.WeightedSum(sum, weight), so that shards weigh right."
+        )
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    mask = weight.astype(values.dtype)
+    # A padding row may hold anything, infinities included: select, do not multiply by zero.
+    return WeightedSum(jnp.sum(jnp.where(mask > 0, values, 0)), jnp.sum(mask))
+
+
+def _share_of(leaf: jax.Array, share: jax.Array, shard: jax.Array) -> jax.Array:
+    """A shard's part in the model state: its weighted value; for integers, shard 0's value and zero from the others."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf * share.astype(leaf.dtype)
+    return jnp.where(shard == 0, leaf, jnp.zeros_like(leaf))

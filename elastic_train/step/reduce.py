@@ -1,0 +1,121 @@
+"""The exchange: the only program that crosses workers, built anew for every member list.
+
+Each member brings partial sums (the maximal subtrees of the canonical tree inside its run of shards) and its
+control vector. An all-to-all gives each member its 1/n slice of every partial, it finishes the tree on that
+slice, and an all-gather returns the result. The order of additions is that of the one tree on all shards,
+whatever n is. Padding is moved but never added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from elastic_train.step.flat import Flats
+from elastic_train.step.plan import Plan
+
+AXIS = "members"
+
+
+class Meeting:
+    """A mesh with one device per member, and this worker's place in it.
+
+    Args:
+      devices: one device per member, in the view's order.
+      mine: this worker's device.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device], mine: jax.Device) -> None:
+        self.size = len(devices)
+        self.mine = mine
+        self._mesh = Mesh(np.array(devices, dtype=object), (AXIS,))
+        self._split = NamedSharding(self._mesh, P(AXIS))
+
+    def program(self, body: Any, *shapes: Any, check: bool = False) -> Any:
+        """Compiles `body`, which sees each argument with a leading axis of 1 and returns replicated values."""
+        mapped = jax.shard_map(body, mesh=self._mesh, in_specs=P(AXIS), out_specs=P(), check_vma=check)
+        specs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.size, *x.shape[1:]), x.dtype, sharding=self._split), shapes
+        )
+        return jax.jit(mapped).lower(*specs).compile()
+
+    def mine_of_all(self, tree: Any) -> Any:
+        """Local arrays [1, ...] as this member's rows of arrays [members, ...]; moves nothing."""
+
+        def wrap(array: jax.Array) -> jax.Array:
+            shape = (self.size, *array.shape[1:])
+            return jax.make_array_from_single_device_arrays(shape, self._split, [array])
+
+        return jax.tree.map(wrap, tree)
+
+    def local(self, tree: Any) -> Any:
+        """Replicated results as arrays of this worker alone."""
+        return jax.tree.map(lambda array: array.addressable_data(0), tree)
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """A host array as this member's row."""
+        return jax.device_put(array[None], self.mine)
+
+
+class Gather:
+    """All-gather of one small row of int32 per member."""
+
+    def __init__(self, meeting: Meeting, width: int) -> None:
+        self._meeting = meeting
+        shape = jax.ShapeDtypeStruct((1, width), jnp.int32)
+        self._program = meeting.program(lambda row: jax.lax.all_gather(row[0], AXIS), shape)
+
+    def __call__(self, row: Sequence[int]) -> np.ndarray:
+        """Returns int32[members, width]. Blocks until all have taken part."""
+        mine = self._meeting.put(np.array(row, np.int32))
+        rows = self._program(self._meeting.mine_of_all(mine))
+        return np.asarray(self._meeting.local(jax.block_until_ready(rows)))
+
+
+class Exchange:
+    """Sum of all shards over the canonical tree, and everybody's control vector.
+
+    Args:
+      meeting: the members' devices.
+      plan: who holds which partial sum, and the additions that are left.
+      specs: shapes of one partial sum, array[1, size] per dtype.
+      vote_size: length of the control vector.
+    """
+
+    def __init__(self, meeting: Meeting, plan: Plan, specs: tuple[jax.ShapeDtypeStruct, ...], vote_size: int) -> None:
+        self._meeting, self._plan, self._specs = meeting, plan, specs
+        vote = jax.ShapeDtypeStruct((1, vote_size), jnp.int32)
+        self._program = meeting.program(self._body, (specs,) * plan.partials_per_member, vote)
+
+    def __call__(self, partials: Sequence[Flats], vote: Sequence[int]) -> tuple[Flats, np.ndarray]:
+        """Returns the total and int32[members, vote_size]. Blocks until all have taken part."""
+        # Members with fewer partials than the widest repeat one; the plan never reads it.
+        padded = tuple(partials) + (partials[0],) * (self._plan.partials_per_member - len(partials))
+        mine = (padded, self._meeting.put(np.array(vote, np.int32)))
+        total, votes = jax.block_until_ready(self._program(*self._meeting.mine_of_all(mine)))
+        return self._meeting.local(total), np.asarray(self._meeting.local(votes))
+
+    def _body(self, partials: tuple[Flats, ...], vote: jax.Array) -> tuple[Flats, jax.Array]:
+        total = tuple(self._sum([flats[i] for flats in partials]) for i in range(len(self._specs)))
+        return total, jax.lax.all_gather(vote[0], AXIS)
+
+    def _sum(self, partials: list[jax.Array]) -> jax.Array:
+        members = self._meeting.size
+        if members == 1:
+            return partials[0]
+        size = partials[0].shape[1]
+        slice_size = -(-size // members)
+        padded = [jnp.pad(x[0], (0, slice_size * members - size)).reshape(members, slice_size) for x in partials]
+        # [partials, members, slice]: the middle axis is the receiver before and the sender after.
+        received = jax.lax.all_to_all(jnp.stack(padded), AXIS, split_axis=1, concat_axis=1, tiled=True)
+        known = {node: received[index, member] for node, (member, index) in self._plan.owner.items()}
+        for left, right, result in self._plan.additions:
+            known[result] = known[left] + known[right]
+        root = known[self._plan.root]
+        return jax.lax.all_gather(root, AXIS, tiled=True)[None, :size]

@@ -1,0 +1,352 @@
+"""The order of events of a run, on every member: epochs, steps, evaluations, the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+
+from elastic_train.config import Config
+from elastic_train.data.sampler import Sampler
+from elastic_train.data.source import read
+from elastic_train.errors import UserCodeError
+from elastic_train.membership.group import (
+    VOTE_SIZE,
+    Commit,
+    Identity,
+    Retry,
+    Shrink,
+    View,
+    Vote,
+)
+from elastic_train.membership.heal import Healer
+from elastic_train.membership.live import Group, leave
+from elastic_train.membership.reconcile import STANDING_SIZE, Agreement, Standing, agree, pack, unpack
+from elastic_train.state import TrainState, key_path_leaves, params_sha256, state_sha256
+from elastic_train.step.commit import Stepper
+from elastic_train.step.evaluate import Evaluator
+from elastic_train.step.local import LocalProgram
+
+if TYPE_CHECKING:
+    from elastic_train.trainer import Trainer
+
+MAX_HEALING_ROUNDS = 3
+PAUSE_S = 0.2
+EXIT_USER_CODE = 13
+"""Exit code of a worker whose own code keeps raising."""
+
+
+class Outside(Protocol):
+    """What a run needs from outside: the coordinator's link in a job, files and signals in a plain process."""
+
+    @property
+    def candidates(self) -> tuple[Identity, ...]: ...
+    @property
+    def stop_requested(self) -> str | None: ...
+
+    def phase(self, name: str, step: int) -> None: ...
+    def viewed(self, view: View, reason: str, gone: Any, came: Any, step: int, time: float) -> None: ...
+    def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None: ...
+    def resend(self) -> None: ...
+    def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None: ...
+    def finished(self, status: str, step: int, samples: int, params: str, state: str, result: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+      status: "done", or "stopped" if somebody asked for it.
+      state: the state after the last committed step.
+      metrics: means of the last step and of the last evaluation ("eval_" in front).
+    """
+
+    status: str
+    state: TrainState
+    metrics: dict[str, float]
+
+
+class Recipe:
+    """A trainer made ready on this worker's device: model, compiled programs, open data. Slow; needs no peers."""
+
+    def __init__(self, trainer: Trainer, device: jax.Device) -> None:
+        config: Config = trainer.config
+        self.trainer, self.config, self.device = trainer, config, device
+        self.source = trainer.train_data()
+        self.sampler = Sampler(len(self.source), config.batch_size, config.shards, config.seed)
+        eval_source = trainer.eval_data()
+        rows = self.sampler.rows
+        batch, _ = self.read(0, 0)
+        eval_batch = read(eval_source, np.arange(rows) % len(eval_source)) if eval_source is not None else None
+        self.local = LocalProgram(trainer, device, batch, eval_batch)
+        self.evaluator = Evaluator(self.local, eval_source, rows) if eval_source is not None else None
+        self.healer = Healer(self.local.initial.arrays, device)
+        self.layout = _layout(self.local.initial, config)
+
+    def read(self, samples: int, shard: int) -> tuple[Any, np.ndarray]:
+        """Samples of one shard of the batch that begins at position `samples`, and their weights."""
+        ids, weight = self.sampler.shard_ids(samples, shard)
+        return read(self.source, ids), weight
+
+
+def _layout(state: TrainState, config: Config) -> tuple[int, int]:
+    """64 bits over what must be the same on all members: key paths, shapes, dtypes and the settings."""
+    leaves = [(path, str(leaf.dtype), leaf.shape) for path, leaf in key_path_leaves(state.arrays)]
+    digest = hashlib.sha256(repr((leaves, config)).encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+class Training:
+    """One member's run, from its first view to the last commit.
+
+    Args:
+      recipe: the trainer, made ready.
+      group: the members.
+      outside: where records go and requests come from.
+      min_workers: below this many members no step is tried.
+      leave_requested: tells whether this worker was asked to leave (SIGTERM to it alone).
+    """
+
+    def __init__(self, recipe: Recipe, group: Group, outside: Outside, min_workers: int = 1) -> None:
+        self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
+        self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
+        self._stepper = Stepper(
+            group, recipe.local, recipe.read, recipe.config.shards, recipe.config.batch_size, self._phase
+        )
+        self._state = recipe.local.initial
+        self._has_state = False
+        self._failure = ""
+        self._failures_in_a_row = 0
+        self._metrics: dict[str, float] = {}
+        self._record: dict[str, Any] | None = None
+        self._recovered: dict[str, Any] | None = None
+        self._last_commit = time.monotonic()
+        self.leave_requested = False
+
+    def run(self, view: View, has_state: bool) -> Result:
+        """Trains to the last step. `has_state` says whether this worker's initial state counts (first group)."""
+        self._has_state = has_state
+        self._begin(view, "formed" if has_state else "admission", (), ())
+        while self._state.step < self._config.steps:
+            if len(self._group.view.members) < self._min_workers:
+                verdict = self._pause()
+            else:
+                verdict = self._step()
+            if isinstance(verdict, Commit) and (verdict.stop or self._group.me in verdict.leaving):
+                self._send_record()
+                return Result("stopped" if verdict.stop else "left", self._state, self._metrics)
+            self._follow(verdict)
+            self._evaluate_if_due()
+            self._send_record()
+        return Result("done", self._state, self._metrics)
+
+    # Epochs.
+
+    def _follow(self, verdict: Commit | Retry | Shrink) -> None:
+        """Goes into the next epoch if the verdict names one."""
+        if isinstance(verdict, Shrink):
+            self._begin(verdict.view, "death", verdict.gone, ())
+        elif isinstance(verdict, Commit) and verdict.view.epoch != self._group.view.epoch:
+            reason = "admission" if verdict.joining else "leave"
+            self._begin(verdict.view, reason, verdict.leaving, verdict.joining)
+
+    def _begin(self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]) -> None:
+        """Begins an epoch: meets the members of `view`, and makes all states equal. Shrinks again if it must."""
+        started, healed_s = time.monotonic(), 0.0
+        healed: set[int] = set()
+        while True:
+            self._announce(view, reason, gone, came)
+            self._phase("compile")
+            self._group.prepare(view)
+            verdict: Any = None
+            for _ in range(MAX_HEALING_ROUNDS + 1):
+                verdict, agreement, standings = self._reconcile()
+                if isinstance(verdict, Shrink) or not agreement.receivers:
+                    break
+                healing = time.monotonic()
+                verdict = self._heal(agreement, standings)
+                healed_s += time.monotonic() - healing
+                healed |= {view.members[rank].slot for rank in agreement.receivers}
+                if isinstance(verdict, Shrink):
+                    break
+            else:
+                self._give_up_healing(agreement)
+            if not isinstance(verdict, Shrink):
+                break
+            view, reason, gone = verdict.view, "death", (*gone, *verdict.gone)
+        self._has_state = True
+        if self._group.is_lowest:
+            self._outside.resend()
+        self._recovered = {
+            "epoch": view.epoch,
+            "step": self._state.step,
+            "reason": reason,
+            "gone": [member.slot for member in gone],
+            "came": [member.slot for member in came],
+            "healed": sorted(healed),
+            "heal_s": healed_s,
+            "rebuild_s": time.monotonic() - started - healed_s,
+        }
+        failure = self._trainer._epoch_begun(view, self._group.me.slot, self._state.step, self._recovered)
+        self._failure = self._failure or failure
+
+    def _announce(self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]) -> None:
+        self._outside.viewed(view, reason, gone, came, self._state.step, time.time())
+
+    def _reconcile(self) -> tuple[Commit | Shrink, Agreement | None, list[Standing]]:
+        """All members say which state they hold."""
+        fingerprint = self._local.fingerprint(self._state)
+        mine = Standing(self._state.step, self._state.samples, fingerprint, self._recipe.layout, self._has_state)
+        row = Vote(mine.step, fingerprint=fingerprint).pack() + pack(mine)
+        self._phase("reconcile")
+
+        def body() -> tuple[np.ndarray, np.ndarray]:
+            rows = self._group.gather(row)
+            return rows, rows
+
+        verdict, rows = self._group.attempt(body)
+        if isinstance(verdict, Shrink):
+            return verdict, None, []
+        standings = []
+        for each in rows:
+            vote = Vote.unpack(each)
+            standings.append(unpack(vote.step, vote.fingerprint, each[VOTE_SIZE:]))
+        agreement = agree(standings)
+        if self._group.rank in agreement.refused:
+            leave(f"slot {self._group.me.slot}: runs another model, dtype or config than the other members")
+        return verdict, agreement, standings
+
+    def _heal(self, agreement: Agreement, standings: list[Standing]) -> Commit | Retry | Shrink:
+        """The donors' state to the receivers. A receiver's own state is replaced only if everybody was there."""
+        rank = self._group.rank
+        receives = rank in agreement.receivers
+        donor = standings[agreement.donors[0]]
+        self._phase("heal")
+
+        def body() -> tuple[Any, np.ndarray]:
+            arrays = self._recipe.healer.run(
+                self._group.meeting, self._state.arrays, agreement.donors, rank, receives
+            )
+            return arrays, self._group.gather(Vote(self._state.step).pack() + [0] * STANDING_SIZE)
+
+        verdict, arrays = self._group.attempt(body)
+        if receives and isinstance(verdict, Commit):
+            self._state = TrainState(donor.step, donor.samples, **arrays)
+        return verdict
+
+    def _give_up_healing(self, agreement: Agreement) -> None:
+        if self._group.rank in agreement.receivers:
+            leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
+
+    def _pause(self) -> Commit | Retry | Shrink:
+        """Below the floor: only votes are exchanged, at a slow pace, until joiners bring the number up."""
+        self._phase("pause")
+        time.sleep(PAUSE_S)
+        row = self._vote().pack() + [0] * STANDING_SIZE
+
+        def body() -> tuple[None, np.ndarray]:
+            rows = self._group.gather(row)
+            return rows, rows
+
+        return self._group.attempt(body)[0]
+
+    # Steps.
+
+    def _vote(self) -> Vote:
+        last = self._state.step + 1 >= self._config.steps
+        joiners = self._outside.candidates if self._group.is_lowest and not last else ()
+        stop = self._outside.stop_requested is not None
+        return Vote(self._state.step, stop=stop, leave=self.leave_requested, joiners=tuple(joiners))
+
+    def _step(self) -> Commit | Retry | Shrink:
+        before = self._state
+        outcome = self._stepper.attempt(before, self._vote(), self._failure)
+        self._state = outcome.state
+        if isinstance(outcome.verdict, Commit):
+            self._failures_in_a_row = 0
+            self._failure = ""
+            self._committed(before, outcome.metrics)
+        elif isinstance(outcome.verdict, Retry):
+            self._retry(outcome.verdict, outcome.failure)
+        return outcome.verdict
+
+    def _retry(self, verdict: Retry, failure: str) -> None:
+        """Somebody's code raised. The same step again, until the budget of one of them is spent."""
+        self._failure = ""
+        if not failure:
+            return
+        self._failures_in_a_row += 1
+        spent = self._failures_in_a_row >= self._config.faults.max_step_failures
+        everywhere = len(verdict.failed) == len(self._group.view.members)
+        self._outside.failed(self._state.step, spent, False, failure)
+        if spent and everywhere:
+            raise UserCodeError(failure)
+        if spent:
+            raise SystemExit(EXIT_USER_CODE)
+
+    def _committed(self, before: TrainState, metrics: dict[str, float]) -> None:
+        now = time.monotonic()
+        record: dict[str, Any] = {
+            "step": self._state.step,
+            "samples": self._state.samples,
+            "first_sample": before.samples,
+            "num_samples": self._state.samples - before.samples,
+            "passes": [list(span) for span in self._recipe.sampler.spans(before.samples)],
+            **metrics,
+            "learning_rate": self._trainer._learning_rate(before.step),
+            "workers": [member.slot for member in self._group.view.members],
+            "epoch": self._group.view.epoch,
+            "step_time_s": now - self._last_commit,
+            "time": time.time(),
+        }
+        if self._recovered is not None:
+            record["recovered"] = self._recovered
+            self._recovered = None
+        self._last_commit = now
+        self._metrics = {**self._metrics, **metrics}
+        self._record = record
+        self._failure = self._trainer._step_committed(self._state.step, self._state.samples, metrics)
+
+    def _send_record(self) -> None:
+        """Every member keeps the record until it is known to be on disk; the lowest sends it."""
+        if self._record is not None:
+            urgent = "recovered" in self._record or "evaluation" in self._record
+            self._outside.record(self._record, flush=urgent, send=self._group.is_lowest)
+            self._record = None
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluates the step just committed, so that its record can tell."""
+        every, evaluator = self._config.eval_every, self._recipe.evaluator
+        step = self._state.step
+        due = step >= self._config.steps or (every > 0 and step % every == 0)
+        if evaluator is None or not due or self._record is None:
+            return
+        while True:
+            self._phase("evaluate")
+            verdict, means, failure = evaluator.attempt(self._group, self._state)
+            if isinstance(verdict, Commit):
+                break
+            if isinstance(verdict, Retry):
+                self._retry(verdict, failure)
+            self._follow(verdict)
+        self._failures_in_a_row = 0
+        self._last_commit = time.monotonic()
+        self._metrics = {**self._metrics, **{f"eval_{name}": value for name, value in means.items()}}
+        self._record["evaluation"] = means
+
+    def _phase(self, name: str) -> None:
+        self._outside.phase(name, self._state.step)
+
+
+def finish(outside: Outside, result: Result) -> None:
+    """Reports the end with digests over the whole state."""
+    state = result.state
+    outside.finished(
+        result.status, state.step, state.samples, params_sha256(state), state_sha256(state), json.dumps(result.metrics)
+    )
