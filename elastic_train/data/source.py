@@ -62,7 +62,7 @@ def _sample(source: DataSource, index: int) -> dict[str, np.ndarray]:
     sample = source[index]
     if not isinstance(sample, Mapping) or not sample:
         raise DataError(
-            f"sample {index}: expected a dict of arrays with at least one entry; got {type(sample).__name__}. "
+            f"sample {index}: expected a non-empty dict of arrays; got {type(sample).__name__}. "
             'Return something like {"image": image, "label": label}'
         )
     return {name: np.asarray(value) for name, value in sample.items()}
@@ -79,8 +79,9 @@ def _stacked(samples: list[tuple[int, dict[str, np.ndarray]]]) -> dict[str, np.n
         for name, value in sample.items():
             if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
                 raise DataError(
-                    f"sample {index}, entry {name!r}: {value.dtype}{list(value.shape)}, but sample {first_id} "
-                    f"has {first[name].dtype}{list(first[name].shape)}; crop, pad or cast samples to one shape"
+                    f"sample {index}, entry {name!r}: {value.dtype}{list(value.shape)}, but sample "
+                    f"{first_id} has {first[name].dtype}{list(first[name].shape)}; "
+                    "crop, pad or cast samples to one shape"
                 )
     return {name: np.stack([sample[name] for _, sample in samples]) for name in first}
 
@@ -111,7 +112,9 @@ class ArraySource:
     def __init__(self, **arrays: np.ndarray) -> None:
         lengths = {name: np.shape(array)[0] if np.ndim(array) else None for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
-            raise DataError(f"arrays must have one common first dimension, the number of samples; got {lengths}")
+            raise DataError(
+                f"arrays must have one common first dimension, the number of samples; got {lengths}"
+            )
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self._length = len(next(iter(self._arrays.values())))
 
@@ -157,7 +160,7 @@ class TokenSource:
         return {"tokens": self.batch(np.array([range(len(self))[index]]))["tokens"][0]}
 
     def batch(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        if ids.size and not (0 <= ids.min() and ids.max() < len(self)):
+        if ids.size and not (ids.min() >= 0 and ids.max() < len(self)):
             raise IndexError(f"sample ids must be in 0 … {len(self) - 1}; got {ids.min()} … {ids.max()}")
         windows = self._tokens[ids[:, None] * self._length + self._within_window]
         return {"tokens": np.asarray(windows, dtype=np.int32)}
