@@ -1,265 +1,414 @@
 """Who fills which slot, who is dead, who is ready: the coordinator's state machine. Pure.
 
 `apply(roster, event)` returns the next roster and the actions to carry out, in order. It knows no clock:
-what happens later (a back-off running out) is an action with a delay that comes back as an event.
+what happens later (a back-off running out) is a `SetTimer` action that comes back as a `TimerOver` event.
+Events and actions are in `roster_events`, the state is in `roster_state`; `roster_deaths` says what follows a
+death.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import StrEnum
-
 from elastic_train.membership.group import Identity, View
-
-
-class WorkerState(StrEnum):
-    """Where a worker is on its way. `warming` begins with its hello, `ready` when it could join at once."""
-
-    STARTING = "starting"
-    WARMING = "warming"
-    READY = "ready"
-    MEMBER = "member"
-    DEAD = "dead"
-
-
-@dataclass(frozen=True)
-class Worker:
-    """The newest start of one slot's worker."""
-
-    identity: Identity
-    agent: str
-    state: WorkerState
-    pid: int = 0
-    host: str = ""
-    step: int = 0
-    finished: str = ""  # the status it reported, empty while it trains
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the job was told: sizes and budgets."""
-
-    num_slots: int
-    min_workers: int = 1
-    max_restarts: int = 10
-    forgive_after_steps: int = 20
-    first_backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
-    start_grace_s: float = 60.0
-    start_timeout_s: float = 600.0
-    floor_timeout_s: float = 3600.0
-    num_nodes: int = 256
-
-
-# Events -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AgentJoined:
-    agent: str
-    slots: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class AgentLost:
-    """The agent's stream ended. Its host may be gone; its workers count as dead (their node ids fence them)."""
-
-    agent: str
-
-
-@dataclass(frozen=True)
-class Started:
-    identity: Identity
-    pid: int
-
-
-@dataclass(frozen=True)
-class Hello:
-    identity: Identity
-    pid: int
-    host: str
-    config_digest: str
-
-
-@dataclass(frozen=True)
-class Ready:
-    identity: Identity
-
-
-@dataclass(frozen=True)
-class Viewed:
-    """A member reports the view it is in now."""
-
-    identity: Identity
-    view: View
-    step: int
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A worker's committed step count."""
-
-    identity: Identity
-    step: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """User code raised on a worker; `fatal` if the worker leaves because of it."""
-
-    identity: Identity
-    step: int
-    fatal: bool
-    startup: bool
-    traceback: str
-
-
-@dataclass(frozen=True)
-class Finished:
-    identity: Identity
-    status: str  # "done", "stopped" or "failed"
-
-
-@dataclass(frozen=True)
-class Silent:
-    """The worker's control stream broke or did not answer."""
-
-    identity: Identity
-    reason: str
-
-
-@dataclass(frozen=True)
-class Exited:
-    """The worker's process is gone, for certain."""
-
-    identity: Identity
-    exit_code: int
-    traceback: str
-
-
-@dataclass(frozen=True)
-class TimerOver:
-    """A timer that a `SetTimer` action asked for."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class StopAsked:
-    """A signal or the `Stop` call. `now` on the second one."""
-
-    now: bool
-    reason: str
-
-
-Event = (
-    AgentJoined | AgentLost | Started | Hello | Ready | Viewed | Stepped | Failed | Finished | Silent | Exited
-    | TimerOver | StopAsked
+from elastic_train.membership.roster_deaths import bury, exited, failed, first_traceback
+from elastic_train.membership.roster_events import (
+    Abort,
+    Action,
+    AgentJoined,
+    AgentLost,
+    AskStop,
+    Event,
+    Evict,
+    Exited,
+    Failed,
+    Finished,
+    Form,
+    Hello,
+    Kill,
+    Note,
+    Ready,
+    SetTimer,
+    Silent,
+    Start,
+    Started,
+    Stepped,
+    StopAsked,
+    TimerOver,
+    Viewed,
+    WorkerEvent,
+)
+from elastic_train.membership.roster_state import (
+    Floor,
+    Limits,
+    Roster,
+    Slot,
+    Turn,
+    Worker,
+    WorkerState,
+    name_slots,
+    nodes_of,
+    slots_of,
+    title,
 )
 
-# Actions ------------------------------------------------------------------------------------------------------
+__all__ = ["Floor", "Limits", "Roster", "Slot", "Worker", "WorkerState", "apply"]
 
 
-@dataclass(frozen=True)
-class Start:
-    """Tell `agent` to start a worker with this identity."""
-
-    agent: str
-    identity: Identity
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Tell `agent` to SIGKILL this worker; `Exited` follows."""
-
-    agent: str
-    identity: Identity
-    reason: str
-
-
-@dataclass(frozen=True)
-class Tombstone:
-    """Tell JAX's service that this node is gone. Comes before the `Abort` of the same node."""
-
-    identity: Identity
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Tell these nodes that `dead` is dead."""
-
-    dead: Identity
-    tell: tuple[int, ...]
+def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
+    """The next roster, and what to do now, in this order. Does not change `roster`."""
+    if roster.ended:
+        return roster, ()
+    turn = Turn(roster)
+    match event:
+        case AgentJoined():
+            _agent_joined(turn, event)
+        case AgentLost():
+            _agent_lost(turn, event)
+        case TimerOver():
+            _timer_over(turn, event)
+        case StopAsked():
+            _stop_asked(turn, event)
+        case _ if not roster.is_living(event.identity):
+            _strayed(turn, event)
+        case _:
+            _worker_event(turn, roster.workers[event.identity.slot], event)
+    _end_if_over(turn)
+    _form_if_due(turn)
+    _watch_floor(turn)
+    return turn.roster, tuple(turn.actions)
 
 
-@dataclass(frozen=True)
-class Announce:
-    """Tell these nodes which joiners are ready now; replaces the list before."""
-
-    tell: tuple[int, ...]
-    joiners: tuple[Identity, ...]
+# Agents, and starting workers -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Form:
-    """Tell these nodes that they are members of `view`."""
-
-    view: View
-    tell: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Evict:
-    """Tell this connection to exit: it belongs to no current worker."""
-
-    identity: Identity
-    reason: str
-
-
-@dataclass(frozen=True)
-class AskStop:
-    """Tell these nodes to agree on a stop after a commit (`now=False`), or to exit (`now=True`)."""
-
-    tell: tuple[int, ...]
-    now: bool
-    reason: str
+def _agent_joined(turn: Turn, event: AgentJoined) -> None:
+    limits = turn.roster.limits
+    taken = {slot for agent, slots in turn.roster.agents.items() if agent != event.agent for slot in slots}
+    slots = tuple(slot for slot in event.slots if 0 <= slot < limits.num_slots and slot not in taken)
+    refused = sorted(set(event.slots) - set(slots))
+    turn.set(agents={**turn.roster.agents, event.agent: slots})
+    turn.note("agent_joined", agent=event.agent, slots=slots)
+    if refused:
+        show = (
+            f"agent {event.agent} offers {name_slots(refused)}: not used, since the job has "
+            f"{limits.num_slots} slots, or another agent fills them already"
+        )
+        turn.note("slots_refused", show, agent=event.agent, slots=refused)
+    for slot in slots:
+        _start(turn, slot)
 
 
-@dataclass(frozen=True)
-class SetTimer:
-    """Send `TimerOver(name)` after `delay_s`. Setting a name again replaces the timer; a delay of 0 is at once."""
-
-    name: str
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class End:
-    """The job is over: end every worker that is left, write the summary, exit."""
-
-    exit_code: int
-    status: str  # "done", "stopped", "failed", "gave_up"
-    message: str
+def _agent_lost(turn: Turn, event: AgentLost) -> None:
+    """Nobody can tell any more whether its workers live: they count as dead, fenced by their node ids."""
+    agents = dict(turn.roster.agents)
+    slots = agents.pop(event.agent, ())
+    turn.set(agents=agents)
+    dead = tuple(worker for worker in turn.roster.living if worker.agent == event.agent)
+    turn.note(
+        "agent_lost", f"lost agent {event.agent}; {name_slots(slots)} wait for an agent", agent=event.agent
+    )
+    bury(turn, dead, exit_code=None, reason=f"agent {event.agent} was lost")
 
 
-@dataclass(frozen=True)
-class Note:
-    """A state transition worth a line in events.jsonl and, if `show`, on the display."""
+def _start(turn: Turn, slot: int) -> None:
+    """Starts the slot's worker, if that is wanted and possible now."""
+    roster = turn.roster
+    agent = next((name for name, slots in roster.agents.items() if slot in slots), None)
+    worker = roster.workers.get(slot)
+    if agent is None or roster.closing or slot not in roster.coming or (worker and worker.living):
+        return
+    if roster.next_node >= roster.limits.num_nodes:
+        message = (
+            f"gave up: all {roster.limits.num_nodes - 1} node ids are used, so slot {slot} cannot be "
+            "started; look for what kills its workers, then start the job again"
+        )
+        turn.end(4, "gave_up", message)
+        return
+    incarnation = roster.slots.get(slot, Slot()).starts
+    identity = Identity(slot, incarnation, roster.next_node)
+    turn.set(next_node=roster.next_node + 1)
+    turn.set_slot(slot, starts=incarnation + 1)
+    turn.set_worker(Worker(identity, agent, WorkerState.STARTING))
+    turn.emit(Start(agent, identity))
+    turn.note("worker_starting", agent=agent, **identity._asdict())
 
-    event: str
-    fields: dict[str, object] = field(default_factory=dict)
-    show: str = ""
+
+# A worker's way -------------------------------------------------------------------------------------------
 
 
-Action = Start | Kill | Tombstone | Abort | Announce | Form | Evict | AskStop | SetTimer | End | Note
+def _worker_event(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
+    match event:
+        case Started():
+            _started(turn, worker, event)
+        case Hello():
+            _hello(turn, worker, event)
+        case Ready():
+            _ready(turn, worker)
+        case Viewed():
+            _viewed(turn, worker, event)
+        case Stepped():
+            _stepped(turn, worker, event)
+        case Failed():
+            failed(turn, event)
+        case Finished():
+            _finished(turn, worker, event)
+        case Silent():
+            _kill(turn, worker, event.reason)
+        case Exited():
+            exited(turn, worker, event)
+        case _:
+            raise TypeError(f"not an event of the roster: {event!r}")
 
 
-@dataclass(frozen=True)
-class Roster:
-    """The state. `workers` holds the newest start of each slot that was ever started."""
+def _strayed(turn: Turn, event: WorkerEvent) -> None:
+    """An event of a start that is over. News of its process is ignored; its connection is told to exit."""
+    if isinstance(event, Exited | Silent | Started):
+        return
+    worker = turn.roster.workers.get(event.identity.slot)
+    if worker is None:
+        reason = f"slot {event.identity.slot} was never started"
+    elif worker.identity == event.identity:
+        reason = f"slot {event.identity.slot}, incarnation {event.identity.incarnation} was declared dead"
+        if isinstance(event, Failed):  # its exit, told by the agent, has overtaken what it said itself
+            failed(turn, event)
+    else:
+        newest, told = worker.identity, event.identity
+        reason = (
+            f"slot {told.slot} has incarnation {newest.incarnation} (node {newest.node}); "
+            f"you are incarnation {told.incarnation} (node {told.node})"
+        )
+    turn.emit(Evict(event.identity, reason))
 
-    limits: Limits
-    agents: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    workers: dict[int, Worker] = field(default_factory=dict)
-    view: View = View(0, ())
-    next_node: int = 1
+
+def _started(turn: Turn, worker: Worker, event: Started) -> None:
+    """May come after the worker's own hello: agent and worker have separate streams."""
+    slot, incarnation, _ = worker.identity
+    turn.set_worker(worker, pid=event.pid)
+    turn.note("worker_started", pid=event.pid, **worker.identity._asdict())
+    if worker.state in (WorkerState.STARTING, WorkerState.WARMING):
+        turn.emit(SetTimer(f"start/{slot}/{incarnation}", turn.roster.limits.start_timeout_s))
+
+
+def _hello(turn: Turn, worker: Worker, event: Hello) -> None:
+    state = WorkerState.WARMING if worker.state is WorkerState.STARTING else worker.state
+    turn.set_worker(worker, state=state, pid=event.pid, host=event.host)
+    turn.note("worker_warming", pid=event.pid, host=event.host, **worker.identity._asdict())
+
+
+def _ready(turn: Turn, worker: Worker) -> None:
+    if worker.state not in (WorkerState.STARTING, WorkerState.WARMING):
+        return
+    turn.set_worker(worker, state=WorkerState.READY)
+    turn.set(ever_ready=True)
+    turn.note("worker_ready", **worker.identity._asdict())
+    if not turn.roster.closing:
+        turn.announce()
+
+
+def _stepped(turn: Turn, worker: Worker, event: Stepped) -> None:
+    first_step = event.step if worker.first_step is None else worker.first_step
+    turn.set_worker(worker, step=event.step, first_step=first_step)
+    if event.step - first_step + 1 >= turn.roster.limits.forgive_after_steps:
+        turn.set_slot(worker.identity.slot, failures=0)
+
+
+def _kill(turn: Turn, worker: Worker, reason: str) -> None:
+    """The process must be gone before its node is declared dead: `Exited` or `AgentLost` does the rest."""
+    turn.emit(Kill(worker.agent, worker.identity, reason))
+    turn.note(
+        "worker_killed",
+        f"{title(worker.identity)}: {reason}: killed",
+        reason=reason,
+        **worker.identity._asdict(),
+    )
+
+
+# Views ----------------------------------------------------------------------------------------------------
+
+
+def _viewed(turn: Turn, worker: Worker, event: Viewed) -> None:
+    """The members' agreement is what counts; the roster follows it."""
+    view = event.view
+    if worker.identity not in view.members:
+        return
+    tell = {worker.identity.node}
+    if view.epoch > turn.roster.view.epoch:
+        tell.update(_follow(turn, view, event.step))
+    # They may have been told of a death before it concerned them: before they were in a view with the dead.
+    for member in view.members:
+        if not turn.roster.is_living(member):
+            turn.emit(Abort(member, tuple(sorted(tell))))
+
+
+def _follow(turn: Turn, view: View, step: int) -> tuple[int, ...]:
+    """Takes over the members' new view. Returns the nodes of the joiners, who now learn it."""
+    left = tuple(member for member in turn.roster.members if member.identity not in view.members)
+    came = tuple(joiner for joiner in turn.roster.ready if joiner.identity in view.members)
+    turn.set(view=view)
+    for worker in left:
+        slot, incarnation, _ = worker.identity
+        turn.set_worker(worker, left=True)
+        turn.emit(SetTimer(f"leave/{slot}/{incarnation}", turn.roster.limits.leave_timeout_s))
+    for worker in came:
+        turn.set_worker(worker, state=WorkerState.MEMBER)
+    _note_view(turn, step, slots_of(came), slots_of(left))
+    nodes = nodes_of(came)
+    if nodes:
+        turn.emit(Form(view, nodes))
+        if turn.roster.stopping:
+            turn.emit(AskStop(nodes, now=False, reason="the job is stopping"))
+    turn.announce()
+    return nodes
+
+
+def _form_if_due(turn: Turn) -> None:
+    """Without any member the roster itself makes the first view, once those who can come are ready."""
+    roster, limits = turn.roster, turn.roster.limits
+    ready = roster.ready
+    if roster.closing or roster.members or not ready:
+        return
+    waited_for = sorted(set(roster.coming) - set(slots_of(ready)))
+    if not waited_for:
+        _form(turn)
+    elif len(ready) >= limits.min_workers and not roster.grace:
+        turn.set(grace=True)
+        turn.emit(SetTimer("grace", limits.start_grace_s))
+        show = (
+            f"{len(ready)} of {limits.num_slots} workers are ready; waiting up to {limits.start_grace_s:g} s "
+            f"for {name_slots(waited_for)}"
+        )
+        turn.note("waiting", show, ready=slots_of(ready), waited_for=waited_for)
+
+
+def _form(turn: Turn) -> None:
+    ready = turn.roster.ready
+    view = View(turn.roster.view.epoch + 1, tuple(worker.identity for worker in ready))
+    turn.set(view=view, grace=False)
+    for worker in ready:
+        turn.set_worker(worker, state=WorkerState.MEMBER)
+    _note_view(turn, 0, slots_of(ready), ())
+    turn.emit(Form(view, view.nodes))
+
+
+def _note_view(turn: Turn, step: int, came: tuple[int, ...], left: tuple[int, ...]) -> None:
+    view = turn.roster.view
+    slots = tuple(member.slot for member in view.members)
+    about = {"epoch": view.epoch, "members": slots, "nodes": view.nodes, "came": came, "left": left}
+    turn.emit(Note("view_changed", {**about, "step": step}))
+
+
+# The floor, timers, the end -------------------------------------------------------------------------------
+
+
+def _watch_floor(turn: Turn) -> None:
+    roster, limits = turn.roster, turn.roster.limits
+    if roster.ended or roster.finishing or (roster.floor is Floor.UNWATCHED and not roster.agents):
+        return
+    below = len(roster.members) < limits.min_workers
+    missing = sorted(set(range(limits.num_slots)) - set(slots_of(roster.members)))
+    about = {"members": slots_of(roster.members), "missing": missing, "min_workers": limits.min_workers}
+    if below and roster.floor is Floor.UNWATCHED:
+        turn.set(floor=Floor.STARTING)
+        turn.emit(SetTimer("floor", limits.floor_timeout_s))
+    elif below and roster.floor is Floor.REACHED:
+        turn.set(floor=Floor.BELOW)
+        show = (
+            f"{len(roster.members)} members, min_workers is {limits.min_workers}: pausing until enough of "
+            f"{name_slots(missing)} are back, at most {limits.floor_timeout_s:g} s"
+        )
+        turn.note("below_floor", show, **about)
+        turn.emit(SetTimer("floor", limits.floor_timeout_s))
+    elif not below and roster.floor is not Floor.REACHED:
+        turn.set(floor=Floor.REACHED)
+        if roster.floor is Floor.BELOW:
+            turn.note("floor_reached", f"{len(roster.members)} members again: going on", **about)
+
+
+def _timer_over(turn: Turn, event: TimerOver) -> None:
+    match event.name.split("/"):
+        case ["grace"]:
+            _grace_over(turn)
+        case ["floor"]:
+            _floor_over(turn)
+        case ["restart", slot]:
+            _start(turn, int(slot))
+        case ["start" | "leave" as kind, slot, incarnation]:
+            _too_long(turn, kind, int(slot), int(incarnation))
+        case _:
+            raise ValueError(f"not a timer of the roster: {event.name!r}")
+
+
+def _grace_over(turn: Turn) -> None:
+    roster = turn.roster
+    if not roster.grace:
+        return
+    turn.set(grace=False)
+    if not roster.members and not roster.closing and len(roster.ready) >= roster.limits.min_workers:
+        _form(turn)
+
+
+def _floor_over(turn: Turn) -> None:
+    roster, limits = turn.roster, turn.roster.limits
+    if roster.floor is Floor.REACHED:
+        return
+    missing = sorted(set(range(limits.num_slots)) - set(slots_of(roster.members)))
+    message = (
+        f"gave up: fewer than {limits.min_workers} members (min_workers) for {limits.floor_timeout_s:g} s "
+        f"(faults.floor_timeout_s); missing: {name_slots(missing)}."
+    )
+    turn.end(4, "gave_up", message + first_traceback(roster))
+
+
+def _too_long(turn: Turn, kind: str, slot: int, incarnation: int) -> None:
+    worker = turn.roster.workers.get(slot)
+    if worker is None or worker.identity.incarnation != incarnation or not worker.living:
+        return
+    limits = turn.roster.limits
+    if kind == "leave" and worker.left:
+        _kill(turn, worker, f"slot {slot} left the group {limits.leave_timeout_s:g} s ago and has not exited")
+    if kind == "start" and worker.state in (WorkerState.STARTING, WorkerState.WARMING):
+        timeout_s = limits.start_timeout_s
+        _kill(
+            turn,
+            worker,
+            f"slot {slot} was not ready {timeout_s:g} s after its start (faults.start_timeout_s)",
+        )
+
+
+def _stop_asked(turn: Turn, event: StopAsked) -> None:
+    members = turn.roster.members
+    if event.now or turn.roster.stopping or not members:
+        turn.end(130, "stopped", f"stopped at once: {event.reason}")
+        return
+    turn.set(stopping=True)
+    turn.note("stop_asked", f"stopping after a commit: {event.reason}", reason=event.reason)
+    turn.emit(AskStop(nodes_of(members), now=False, reason=event.reason))
+    if turn.roster.ready:
+        turn.announce()
+
+
+def _finished(turn: Turn, worker: Worker, event: Finished) -> None:
+    turn.set_worker(worker, finished=event.status)
+    turn.note("worker_finished", status=event.status, **worker.identity._asdict())
+    if not worker.member:
+        return
+    if event.status == "failed":
+        message = f"the user's code failed on every worker at step {worker.step + 1}."
+        turn.end(3, "failed", message + first_traceback(turn.roster))
+    elif not turn.roster.finishing:
+        turn.set(finishing=event.status)
+        if turn.roster.ready:
+            turn.announce()
+
+
+def _end_if_over(turn: Turn) -> None:
+    roster = turn.roster
+    unfinished = [member for member in roster.members if not member.finished]
+    if roster.ended:
+        return
+    if roster.finishing and not unfinished:
+        if roster.living:
+            turn.emit(AskStop(nodes_of(roster.living), now=True, reason=roster.finishing))
+        stopped = roster.finishing == "stopped"
+        turn.end(130 if stopped else 0, roster.finishing, "stopped after a commit" if stopped else "done")
+    elif roster.stopping and not roster.members:
+        turn.end(130, "stopped", "all members died before they could agree on a stop; their state is lost")

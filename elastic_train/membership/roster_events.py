@@ -1,0 +1,208 @@
+"""What the roster is told (events) and what it asks for (actions): plain values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic_train.membership.group import Identity, View
+
+# Events ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentJoined:
+    agent: str
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AgentLost:
+    """The agent's stream ended. Its host may be gone; its workers count as dead, fenced by their node ids."""
+
+    agent: str
+
+
+@dataclass(frozen=True)
+class Started:
+    identity: Identity
+    pid: int
+
+
+@dataclass(frozen=True)
+class Hello:
+    identity: Identity
+    pid: int
+    host: str
+    config_digest: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """A member reports the view it is in now."""
+
+    identity: Identity
+    view: View
+    step: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A worker's committed step count."""
+
+    identity: Identity
+    step: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """User code raised on a worker; `fatal` if the worker leaves because of it."""
+
+    identity: Identity
+    step: int
+    fatal: bool
+    startup: bool
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    identity: Identity
+    status: str  # "done", "stopped" or "failed"
+
+
+@dataclass(frozen=True)
+class Silent:
+    """The worker's control stream broke or did not answer."""
+
+    identity: Identity
+    reason: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The worker's process is gone, for certain."""
+
+    identity: Identity
+    exit_code: int
+    traceback: str
+
+
+@dataclass(frozen=True)
+class TimerOver:
+    """A timer that a `SetTimer` action asked for."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """A signal or the `Stop` call. `now` on the second one."""
+
+    now: bool
+    reason: str
+
+
+WorkerEvent = Started | Hello | Ready | Viewed | Stepped | Failed | Finished | Silent | Exited
+
+Event = AgentJoined | AgentLost | TimerOver | StopAsked | WorkerEvent
+
+# Actions --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """Tell `agent` to start a worker with this identity."""
+
+    agent: str
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Tell `agent` to SIGKILL this worker; `Exited` follows."""
+
+    agent: str
+    identity: Identity
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """Tell JAX's service that this node is gone. Comes before the `Abort` of the same node."""
+
+    identity: Identity
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Tell these nodes that `dead` is dead."""
+
+    dead: Identity
+    tell: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell these nodes which joiners are ready now; replaces the list before."""
+
+    tell: tuple[int, ...]
+    joiners: tuple[Identity, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tell these nodes that they are members of `view`."""
+
+    view: View
+    tell: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Tell this connection to exit: it belongs to no current worker."""
+
+    identity: Identity
+    reason: str
+
+
+@dataclass(frozen=True)
+class AskStop:
+    """Tell these nodes to agree on a stop after a commit (`now=False`), or to exit (`now=True`)."""
+
+    tell: tuple[int, ...]
+    now: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class SetTimer:
+    """Send `TimerOver(name)` after `delay_s`; 0 is at once. Setting a name again replaces the timer."""
+
+    name: str
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over: end every worker that is left, write the summary, exit."""
+
+    exit_code: int
+    status: str  # "done", "stopped", "failed", "gave_up"
+    message: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A state transition worth a line in events.jsonl and, if `show`, on the display."""
+
+    event: str
+    fields: dict[str, object] = field(default_factory=dict)
+    show: str = ""
+
+
+Action = Start | Kill | Tombstone | Abort | Announce | Form | Evict | AskStop | SetTimer | End | Note

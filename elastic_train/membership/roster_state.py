@@ -1,0 +1,186 @@
+"""The roster's state, and the draft of the next one while an event is handled. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from elastic_train.membership.group import Identity, View
+from elastic_train.membership.roster_events import Action, Announce, End, Note
+
+
+class WorkerState(StrEnum):
+    """Where a worker is on its way. `warming` begins with its hello, `ready` when it could join at once."""
+
+    STARTING = "starting"
+    WARMING = "warming"
+    READY = "ready"
+    MEMBER = "member"
+    DEAD = "dead"
+
+
+class Floor(StrEnum):
+    """Whether there are `min_workers` members. The floor timer runs in `starting` and in `below`."""
+
+    UNWATCHED = "unwatched"  # no agent has come yet
+    STARTING = "starting"  # no group was formed yet
+    REACHED = "reached"
+    BELOW = "below"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The newest start of one slot's worker."""
+
+    identity: Identity
+    agent: str
+    state: WorkerState
+    pid: int = 0
+    host: str = ""
+    step: int = 0
+    first_step: int | None = None  # the first step it took part in
+    left: bool = False  # the members have gone on without it; its exit is awaited
+    finished: str = ""  # the status it reported, empty while it trains
+
+    @property
+    def living(self) -> bool:
+        return self.state is not WorkerState.DEAD
+
+    @property
+    def member(self) -> bool:
+        return self.state is WorkerState.MEMBER and not self.left
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What is remembered of a slot from one start of its worker to the next."""
+
+    starts: int = 0
+    failures: int = 0  # in a row; see Limits.forgive_after_steps
+    given_up: bool = False
+    startup_failed: bool = False  # user code raised before the worker was ready, at least once
+    exit_code: int | None = None  # of the last exit
+    traceback: str = ""  # the first one
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the job was told: sizes and budgets. `num_nodes` counts the coordinator's node 0."""
+
+    num_slots: int
+    min_workers: int = 1
+    max_restarts: int = 10
+    forgive_after_steps: int = 20
+    first_backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    start_grace_s: float = 60.0
+    start_timeout_s: float = 600.0
+    leave_timeout_s: float = 30.0
+    floor_timeout_s: float = 3600.0
+    num_nodes: int = 256
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The state. `workers` holds the newest start of each slot that was ever started."""
+
+    limits: Limits
+    agents: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    workers: dict[int, Worker] = field(default_factory=dict)
+    slots: dict[int, Slot] = field(default_factory=dict)
+    view: View = field(default_factory=lambda: View(0, ()))
+    next_node: int = 1
+    ever_ready: bool = False  # some worker has been ready
+    grace: bool = False  # the grace timer runs
+    floor: Floor = Floor.UNWATCHED
+    first_failed: int | None = None  # the slot whose traceback came first
+    stopping: bool = False  # members were asked to agree on a stop
+    finishing: str = ""  # the first status reported by a member that finished
+    ended: bool = False
+
+    @property
+    def living(self) -> tuple[Worker, ...]:
+        """All workers that are not dead, in ascending order of slots."""
+        return tuple(worker for _, worker in sorted(self.workers.items()) if worker.living)
+
+    @property
+    def members(self) -> tuple[Worker, ...]:
+        """All living members, joiners that were told their view included."""
+        return tuple(worker for worker in self.living if worker.member)
+
+    @property
+    def ready(self) -> tuple[Worker, ...]:
+        return tuple(worker for worker in self.living if worker.state is WorkerState.READY)
+
+    @property
+    def coming(self) -> tuple[int, ...]:
+        """Slots that are filled or can still be: all that were not given up."""
+        return tuple(n for n in range(self.limits.num_slots) if not self.slots.get(n, Slot()).given_up)
+
+    @property
+    def closing(self) -> bool:
+        """Nobody is started or admitted any more."""
+        return self.stopping or bool(self.finishing) or self.ended
+
+    def is_living(self, identity: Identity) -> bool:
+        worker = self.workers.get(identity.slot)
+        return worker is not None and worker.identity == identity and worker.living
+
+
+class Turn:
+    """One event being handled: the roster as it changes, and the actions so far. Nothing follows an `End`."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.actions: list[Action] = []
+
+    def emit(self, action: Action) -> None:
+        if not self.roster.ended:
+            self.actions.append(action)
+
+    def note(self, event: str, show: str = "", **fields: object) -> None:
+        self.emit(Note(event, fields, show))
+
+    def end(self, exit_code: int, status: str, message: str) -> None:
+        self.emit(End(exit_code, status, message))
+        self.set(ended=True)
+
+    def set(self, **changes: object) -> None:
+        self.roster = replace(self.roster, **changes)
+
+    def set_worker(self, worker: Worker, **changes: object) -> None:
+        workers = self.roster.workers
+        self.set(workers={**workers, worker.identity.slot: replace(worker, **changes)})
+
+    def set_slot(self, number: int, **changes: object) -> Slot:
+        slots = self.roster.slots
+        slot = replace(slots.get(number, Slot()), **changes)
+        self.set(slots={**slots, number: slot})
+        return slot
+
+    def announce(self) -> None:
+        """Tells the members the whole list of joiners; it is empty when nobody shall be admitted any more."""
+        members = self.roster.members
+        if members:
+            joiners = () if self.roster.closing else tuple(worker.identity for worker in self.roster.ready)
+            self.emit(Announce(nodes_of(members), joiners))
+
+
+def nodes_of(workers: Iterable[Worker]) -> tuple[int, ...]:
+    return tuple(worker.identity.node for worker in workers)
+
+
+def slots_of(workers: Iterable[Worker]) -> tuple[int, ...]:
+    return tuple(worker.identity.slot for worker in workers)
+
+
+def name_slots(slots: Iterable[int]) -> str:
+    """How a message names slots."""
+    numbers = [str(slot) for slot in slots]
+    return ("slot " if len(numbers) == 1 else "slots ") + ", ".join(numbers)
+
+
+def title(identity: Identity) -> str:
+    """How a message names a worker."""
+    return f"worker {identity.slot} (incarnation {identity.incarnation})"
