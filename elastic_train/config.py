@@ -49,10 +49,20 @@ class FaultConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_restarts", "forgive_after_steps", "max_step_failures"):
-            require(getattr(self, name) >= (name != "max_restarts"), f"faults.{name}", getattr(self, name), "too small")
+            require(
+                getattr(self, name) >= (name != "max_restarts"),
+                f"faults.{name}",
+                getattr(self, name),
+                "too small",
+            )
         for name in self.__dataclass_fields__:
             if name.endswith("_s"):
-                require(getattr(self, name) > 0, f"faults.{name}", getattr(self, name), "use a positive number of seconds")
+                require(
+                    getattr(self, name) > 0,
+                    f"faults.{name}",
+                    getattr(self, name),
+                    "use a positive number of seconds",
+                )
         require(
             self.jax_heartbeat_timeout_s > 2 * self.keepalive_s,
             "faults.jax_heartbeat_timeout_s",
@@ -93,5 +103,10 @@ class Config:
             f"must be at least shards ({self.shards}), so that no shard is empty",
         )
         require(0 <= self.seed < 2**32, "seed", self.seed, "use a number from 0 to 4294967295")
-        require(self.eval_every >= 0, "eval_every", self.eval_every, "use 0 (only at the end) or a positive number")
+        require(
+            self.eval_every >= 0,
+            "eval_every",
+            self.eval_every,
+            "use 0 (only at the end) or a positive number",
+        )
         require(self.log_every >= 1, "log_every", self.log_every, "use a positive number")

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -153,7 +152,9 @@ class Trainer(abc.ABC):
     def evaluate(self, model: nnx.Module, batch: Batch) -> Metrics:
         """Evaluation metrics of some samples; traced. `model` is in evaluation mode. By default the loss."""
         result = self.loss(model, batch, nnx.Rngs(0))
-        loss, metrics = result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
+        loss, metrics = (
+            result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
+        )
         return {"loss": loss, **metrics}
 
     def schedule(self) -> optax.Schedule | None:

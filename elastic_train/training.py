@@ -54,7 +54,9 @@ class Outside(Protocol):
     def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None: ...
     def resend(self) -> None: ...
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None: ...
-    def finished(self, status: str, step: int, samples: int, params: str, state: str, result: str) -> None: ...
+    def finished(
+        self, status: str, step: int, samples: int, params: str, state: str, result: str
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Recipe:
         eval_source = trainer.eval_data()
         rows = self.sampler.rows
         batch, _ = self.read(0, 0)
-        eval_batch = read(eval_source, np.arange(rows) % len(eval_source)) if eval_source is not None else None
+        eval_batch = (
+            read(eval_source, np.arange(rows) % len(eval_source)) if eval_source is not None else None
+        )
         self.local = LocalProgram(trainer, device, batch, eval_batch)
         self.evaluator = Evaluator(self.local, eval_source, rows) if eval_source is not None else None
         self.healer = Healer(self.local.initial.arrays, device)
@@ -129,10 +133,9 @@ class Training:
         self._last_commit = time.monotonic()
         self.leave_requested = False
 
-    def run(self, view: View, has_state: bool) -> Result:
-        """Trains to the last step. `has_state` says whether this worker's initial state counts (first group)."""
-        self._has_state = has_state
-        self._begin(view, "formed" if has_state else "admission", (), ())
+    def run(self, view: View) -> Result:
+        """Trains to the last step, beginning as a member of `view`."""
+        self._begin(view, "joined", (), ())
         while self._state.step < self._config.steps:
             if len(self._group.view.members) < self._min_workers:
                 verdict = self._pause()
@@ -167,7 +170,11 @@ class Training:
             verdict: Any = None
             for _ in range(MAX_HEALING_ROUNDS + 1):
                 verdict, agreement, standings = self._reconcile()
-                if isinstance(verdict, Shrink) or not agreement.receivers:
+                if isinstance(verdict, Shrink):
+                    break
+                if agreement.fresh:
+                    reason = "formed"
+                if not agreement.receivers:
                     break
                 healing = time.monotonic()
                 verdict = self._heal(agreement, standings)
@@ -196,13 +203,17 @@ class Training:
         failure = self._trainer._epoch_begun(view, self._group.me.slot, self._state.step, self._recovered)
         self._failure = self._failure or failure
 
-    def _announce(self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]) -> None:
+    def _announce(
+        self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]
+    ) -> None:
         self._outside.viewed(view, reason, gone, came, self._state.step, time.time())
 
     def _reconcile(self) -> tuple[Commit | Shrink, Agreement | None, list[Standing]]:
         """All members say which state they hold."""
         fingerprint = self._local.fingerprint(self._state)
-        mine = Standing(self._state.step, self._state.samples, fingerprint, self._recipe.layout, self._has_state)
+        mine = Standing(
+            self._state.step, self._state.samples, fingerprint, self._recipe.layout, self._has_state
+        )
         row = Vote(mine.step, fingerprint=fingerprint).pack() + pack(mine)
         self._phase("reconcile")
 
@@ -348,5 +359,10 @@ def finish(outside: Outside, result: Result) -> None:
     """Reports the end with digests over the whole state."""
     state = result.state
     outside.finished(
-        result.status, state.step, state.samples, params_sha256(state), state_sha256(state), json.dumps(result.metrics)
+        result.status,
+        state.step,
+        state.samples,
+        params_sha256(state),
+        state_sha256(state),
+        json.dumps(result.metrics),
     )

@@ -12,7 +12,14 @@ def main() -> None:
 
     root = Path(__file__).resolve().parents[2]
     proto = "elastic_train/coordinator/control.proto"
-    arguments = ["protoc", f"-I{root}", f"--python_out={root}", f"--pyi_out={root}", f"--grpc_python_out={root}", proto]
+    arguments = [
+        "protoc",
+        f"-I{root}",
+        f"--python_out={root}",
+        f"--pyi_out={root}",
+        f"--grpc_python_out={root}",
+        proto,
+    ]
     if protoc.main(arguments) != 0:
         raise SystemExit(f"protoc failed on {proto}")
 

@@ -80,7 +80,15 @@ class Vote:
         """The vector as signed 32-bit integers."""
         flags = self.ok | self.finite << 1 | self.stop << 2 | self.leave << 3
         joiners = self.joiners[:MAX_JOINERS_PER_STEP]
-        head = [signed(self.step), signed(self.step >> 32), flags, *map(signed, self.fingerprint), len(joiners), 0, 0]
+        head = [
+            signed(self.step),
+            signed(self.step >> 32),
+            flags,
+            *map(signed, self.fingerprint),
+            len(joiners),
+            0,
+            0,
+        ]
         body = [number for joiner in joiners for number in joiner]
         return head + body + [0] * (VOTE_SIZE - len(head) - len(body))
 

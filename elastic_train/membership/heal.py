@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elastic_train.state import PyTree, as_bytes, from_bytes
 from elastic_train.step.reduce import AXIS, Meeting
@@ -17,6 +18,16 @@ STRIPE_BYTES = 64 << 20
 
 PACK_BYTES = 256 << 20
 """Leaves are copied into packs of about this size (or one larger leaf) while they are sent."""
+
+
+class _Programs(NamedTuple):
+    """One pack's compiled programs: leaves -> bytes[size], a stripe out of them, a stripe into them, and back."""
+
+    size: int
+    join: Any
+    take: Any
+    place: Any
+    split: Any
 
 
 class Healer:
@@ -35,12 +46,8 @@ class Healer:
         largest = max(sum(_num_bytes(self._leaves[i]) for i in pack) for pack in self._packs)
         self.stripe = min(STRIPE_BYTES, largest)
         self._programs = [self._compile(pack) for pack in self._packs]
-        self._take = jax.jit(lambda data, start: jax.lax.dynamic_slice(data, (start,), (self.stripe,))[None])
-        self._place = jax.jit(
-            lambda data, stripe, start: jax.lax.dynamic_update_slice(data, stripe, (start,)), donate_argnums=0
-        )
 
-    def _compile(self, pack: list[int]) -> tuple[int, Any, Any]:
+    def _compile(self, pack: list[int]) -> _Programs:
         leaves = [self._leaves[i] for i in pack]
         size = sum(map(_num_bytes, leaves))
         padded = math.ceil(size / self.stripe) * self.stripe
@@ -55,12 +62,28 @@ class Healer:
                 start += _num_bytes(leaf)
             return arrays
 
-        where = jax.sharding.SingleDeviceSharding(self._device)
-        on_device = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) for leaf in leaves]
-        data = jax.ShapeDtypeStruct((padded,), jnp.uint8, sharding=where)
-        return padded, jax.jit(join).lower(*on_device).compile(), jax.jit(split).lower(data).compile()
+        def take(data: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice(data, (start,), (self.stripe,))[None]
 
-    def run(self, meeting: Meeting, state: PyTree, donors: Sequence[int], rank: int, receives: bool) -> PyTree:
+        def place(data: jax.Array, stripe: jax.Array, start: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(data, stripe, (start,))
+
+        data = self._shape((padded,), jnp.uint8)
+        stripe, start = self._shape((self.stripe,), jnp.uint8), self._shape((), jnp.int32)
+        return _Programs(
+            padded,
+            jax.jit(join).lower(*[self._shape(leaf.shape, leaf.dtype) for leaf in leaves]).compile(),
+            jax.jit(take).lower(data, start).compile(),
+            jax.jit(place, donate_argnums=0).lower(data, stripe, start).compile(),
+            jax.jit(split, donate_argnums=0).lower(data).compile(),
+        )
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(self._device))
+
+    def run(
+        self, meeting: Meeting, state: PyTree, donors: Sequence[int], rank: int, receives: bool
+    ) -> PyTree:
         """Returns the donors' state on a receiver, and `state` itself on everybody else. Blocks until done.
 
         All members call it, in one block. A receiver's own arrays stay as they are until the caller drops them.
@@ -69,19 +92,21 @@ class Healer:
         gather = meeting.program(lambda stripe: jax.lax.all_gather(stripe[0], AXIS), shape)
         leaves = self._treedef.flatten_up_to(state)
         turn = donors.index(rank) if rank in donors else 0
-        for pack, (padded, join, split) in zip(self._packs, self._programs, strict=True):
-            data = join(*[leaves[i] for i in pack])
-            healed = jnp.zeros((padded,), jnp.uint8, device=self._device) if receives else None
-            for first in range(0, padded, self.stripe * len(donors)):
-                start = min(first + turn * self.stripe, padded - self.stripe)
-                mine = self._take(data, start)
+        for pack, programs in zip(self._packs, self._programs, strict=True):
+            data = programs.join(*[leaves[i] for i in pack])
+            healed = jnp.zeros((programs.size,), jnp.uint8, device=self._device) if receives else None
+            for first in range(0, programs.size, self.stripe * len(donors)):
+                start = min(first + turn * self.stripe, programs.size - self.stripe)
+                mine = programs.take(data, jax.device_put(np.int32(start), self._device))
                 rows = meeting.local(jax.block_until_ready(gather(meeting.mine_of_all(mine))))
                 for order, donor in enumerate(donors):
                     place = first + order * self.stripe
-                    if healed is not None and place < padded:
-                        healed = self._place(healed, rows[donor], place)
+                    if healed is not None and place < programs.size:
+                        healed = programs.place(
+                            healed, rows[donor], jax.device_put(np.int32(place), self._device)
+                        )
             if healed is not None:
-                for i, leaf in zip(pack, split(healed), strict=True):
+                for i, leaf in zip(pack, programs.split(healed), strict=True):
                     leaves[i] = leaf
         return jax.block_until_ready(jax.tree.unflatten(self._treedef, leaves))
 
