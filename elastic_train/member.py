@@ -79,9 +79,7 @@ def fit_member(trainer: Trainer, link: Coordinator, settings: Settings) -> Train
     sockets = None
     if devices[me.node].platform == "cpu":
         sockets = GlooSockets(lambda local, remote: bool({local[1], remote[1]} & settings.own_ports))
-    group = Group(
-        me, devices, recipe.local.specs, trainer.config.shards, link, trainer.config.faults, sockets
-    )
+    group = Group(me, devices, recipe.local.specs, trainer.config.shards, link, trainer.config.faults, sockets)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
     group.prepare(View(0, tuple(sorted((me, Identity(me.slot + 1, 0, 0))))))
     link.on_abort = group.on_dead
@@ -106,9 +104,7 @@ def _admission(link: Coordinator, me: Identity) -> View:
 def depart(link: Coordinator, limit_s: float) -> None:
     """Waits until the coordinator says that all is done, and ends the process without disturbing the others."""
     if not link.stopped_now.wait(limit_s):
-        print(
-            f"the coordinator did not end the job within {limit_s:g} s; leaving", file=sys.stderr, flush=True
-        )
+        print(f"the coordinator did not end the job within {limit_s:g} s; leaving", file=sys.stderr, flush=True)
     jax_private.disconnect_worker()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -99,9 +99,7 @@ def fingerprint(tree: PyTree) -> jax.Array:
     total = jnp.zeros((2,), jnp.uint32)
     for number, leaf in enumerate(jax.tree.leaves(tree)):
         words = _words(leaf)
-        place = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B1) + jnp.uint32(
-            number * 0x85EBCA77 % 2**32
-        )
+        place = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B1) + jnp.uint32(number * 0x85EBCA77 % 2**32)
         first = jnp.sum(_mix(words ^ place, 0x7FEB352D, 0x846CA68B), dtype=jnp.uint32)
         second = jnp.sum(_mix(words + place, 0xC2B2AE35, 0x27D4EB2F), dtype=jnp.uint32)
         total = total + jnp.stack([first, second])

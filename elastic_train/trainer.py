@@ -152,9 +152,7 @@ class Trainer(abc.ABC):
     def evaluate(self, model: nnx.Module, batch: Batch) -> Metrics:
         """Evaluation metrics of some samples; traced. `model` is in evaluation mode. By default the loss."""
         result = self.loss(model, batch, nnx.Rngs(0))
-        loss, metrics = (
-            result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
-        )
+        loss, metrics = result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
         return {"loss": loss, **metrics}
 
     def schedule(self) -> optax.Schedule | None:

@@ -54,9 +54,7 @@ class Outside(Protocol):
     def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None: ...
     def resend(self) -> None: ...
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None: ...
-    def finished(
-        self, status: str, step: int, samples: int, params: str, state: str, result: str
-    ) -> None: ...
+    def finished(self, status: str, step: int, samples: int, params: str, state: str, result: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,7 @@ class Recipe:
         eval_source = trainer.eval_data()
         rows = self.sampler.rows
         batch, _ = self.read(0, 0)
-        eval_batch = (
-            read(eval_source, np.arange(rows) % len(eval_source)) if eval_source is not None else None
-        )
+        eval_batch = read(eval_source, np.arange(rows) % len(eval_source)) if eval_source is not None else None
         self.local = LocalProgram(trainer, device, batch, eval_batch)
         self.evaluator = Evaluator(self.local, eval_source, rows) if eval_source is not None else None
         self.healer = Healer(self.local.initial.arrays, device)
@@ -203,17 +199,13 @@ class Training:
         failure = self._trainer._epoch_begun(view, self._group.me.slot, self._state.step, self._recovered)
         self._failure = self._failure or failure
 
-    def _announce(
-        self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]
-    ) -> None:
+    def _announce(self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]) -> None:
         self._outside.viewed(view, reason, gone, came, self._state.step, time.time())
 
     def _reconcile(self) -> tuple[Commit | Shrink, Agreement | None, list[Standing]]:
         """All members say which state they hold."""
         fingerprint = self._local.fingerprint(self._state)
-        mine = Standing(
-            self._state.step, self._state.samples, fingerprint, self._recipe.layout, self._has_state
-        )
+        mine = Standing(self._state.step, self._state.samples, fingerprint, self._recipe.layout, self._has_state)
         row = Vote(mine.step, fingerprint=fingerprint).pack() + pack(mine)
         self._phase("reconcile")
 
@@ -241,9 +233,7 @@ class Training:
         self._phase("heal")
 
         def body() -> tuple[Any, np.ndarray]:
-            arrays = self._recipe.healer.run(
-                self._group.meeting, self._state.arrays, agreement.donors, rank, receives
-            )
+            arrays = self._recipe.healer.run(self._group.meeting, self._state.arrays, agreement.donors, rank, receives)
             return arrays, self._group.gather(Vote(self._state.step).pack() + [0] * STANDING_SIZE)
 
         verdict, arrays = self._group.attempt(body)

@@ -16,10 +16,7 @@ class Sampler:
         w = (np.arange(self.rows) < k).astype(np.float32)
         pos = np.minimum(pos, first + a + k - 1)
         out = np.array(
-            [
-                np.random.default_rng((self.seed, int(p) // self.n)).permutation(self.n)[int(p) % self.n]
-                for p in pos
-            ]
+            [np.random.default_rng((self.seed, int(p) // self.n)).permutation(self.n)[int(p) % self.n] for p in pos]
         )
         return out, w
 

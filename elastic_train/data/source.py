@@ -112,9 +112,7 @@ class ArraySource:
     def __init__(self, **arrays: np.ndarray) -> None:
         lengths = {name: np.shape(array)[0] if np.ndim(array) else None for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
-            raise DataError(
-                f"arrays must have one common first dimension, the number of samples; got {lengths}"
-            )
+            raise DataError(f"arrays must have one common first dimension, the number of samples; got {lengths}")
         self._arrays = {name: np.asarray(array) for name, array in arrays.items()}
         self._length = len(next(iter(self._arrays.values())))
 
@@ -146,9 +144,7 @@ class TokenSource:
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(f"tokens must be one row of integers; got {tokens.dtype}{list(tokens.shape)}")
         if length < 1 or len(tokens) <= length:
-            raise DataError(
-                f"length = {length}: must be at least 1 and less than the number of tokens ({len(tokens)})"
-            )
+            raise DataError(f"length = {length}: must be at least 1 and less than the number of tokens ({len(tokens)})")
         self._tokens = tokens
         self._within_window = np.arange(length + 1)
         self._length = length

@@ -81,9 +81,7 @@ class Healer:
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(self._device))
 
-    def run(
-        self, meeting: Meeting, state: PyTree, donors: Sequence[int], rank: int, receives: bool
-    ) -> PyTree:
+    def run(self, meeting: Meeting, state: PyTree, donors: Sequence[int], rank: int, receives: bool) -> PyTree:
         """Returns the donors' state on a receiver, and `state` itself on everybody else. Blocks until done.
 
         All members call it, in one block. A receiver's own arrays stay as they are until the caller drops them.
@@ -102,9 +100,7 @@ class Healer:
                 for order, donor in enumerate(donors):
                     place = first + order * self.stripe
                     if healed is not None and place < programs.size:
-                        healed = programs.place(
-                            healed, rows[donor], jax.device_put(np.int32(place), self._device)
-                        )
+                        healed = programs.place(healed, rows[donor], jax.device_put(np.int32(place), self._device))
             if healed is not None:
                 for i, leaf in zip(pack, programs.split(healed), strict=True):
                     leaves[i] = leaf

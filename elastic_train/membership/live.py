@@ -159,9 +159,7 @@ class Group:
             votes = [Vote.unpack(row) for row in outcome[1]]
         verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes)
         if error is not None and isinstance(verdict, Doubt):
-            print(
-                f"elastic_train: exchange failed, no member is gone: {error!r}", file=sys.stderr, flush=True
-            )
+            print(f"elastic_train: exchange failed, no member is gone: {error!r}", file=sys.stderr, flush=True)
         elif error is not None and not isinstance(verdict, Shrink | Fenced):
             raise error
         return verdict, outcome[0] if outcome else None
@@ -182,14 +180,10 @@ class Group:
         limit = self._faults.doubt_timeout_s
         self._news.phase("doubt", -1)
         if not self._news.wait_dead(frozenset(self.view.nodes), limit + self.rank):
-            leave(
-                f"slot {self.me.slot}: an exchange failed here and no member died within {limit + self.rank:g} s"
-            )
+            leave(f"slot {self.me.slot}: an exchange failed here and no member died within {limit + self.rank:g} s")
         # The others reach this barrier when their next exchange fails. Should their list have changed in the step
         # that they committed and I did not, they never will.
-        overdue = threading.Timer(
-            limit, leave, [f"slot {self.me.slot}: in doubt for {limit:g} s after a death"]
-        )
+        overdue = threading.Timer(limit, leave, [f"slot {self.me.slot}: in doubt for {limit:g} s after a death"])
         overdue.daemon = True
         overdue.start()
         verdict, _ = self._run(_nothing)

@@ -103,9 +103,7 @@ def _agent_lost(turn: Turn, event: AgentLost) -> None:
     slots = agents.pop(event.agent, ())
     turn.set(agents=agents)
     dead = tuple(worker for worker in turn.roster.living if worker.agent == event.agent)
-    turn.note(
-        "agent_lost", f"lost agent {event.agent}; {name_slots(slots)} wait for an agent", agent=event.agent
-    )
+    turn.note("agent_lost", f"lost agent {event.agent}; {name_slots(slots)} wait for an agent", agent=event.agent)
     bury(turn, dead, exit_code=None, reason=f"agent {event.agent} was lost")
 
 

@@ -29,9 +29,7 @@ class Evaluator:
         self._local, self._source, self._rows = local, source, rows
         self.num_batches = -(-len(source) // rows)
 
-    def attempt(
-        self, group: Group, state: TrainState
-    ) -> tuple[Commit | Retry | Shrink, dict[str, float], str]:
+    def attempt(self, group: Group, state: TrainState) -> tuple[Commit | Retry | Shrink, dict[str, float], str]:
         """Evaluates once with the current members.
 
         Returns the verdict; the means, if it is `Commit`; and the traceback of this worker's code, if that raised.

@@ -23,9 +23,7 @@ class Flattener:
     def __init__(self, example: PyTree) -> None:
         self._leaves, self._treedef = jax.tree.flatten(example)
         dtypes = sorted({str(leaf.dtype) for leaf in self._leaves})
-        self._groups = [
-            [i for i, leaf in enumerate(self._leaves) if str(leaf.dtype) == name] for name in dtypes
-        ]
+        self._groups = [[i for i, leaf in enumerate(self._leaves) if str(leaf.dtype) == name] for name in dtypes]
         self.specs = tuple(
             jax.ShapeDtypeStruct((1, sum(math.prod(self._leaves[i].shape) for i in group)), jnp.dtype(name))
             for name, group in zip(dtypes, self._groups, strict=True)

@@ -61,9 +61,7 @@ class LocalProgram:
             self._build_model(trainer)
             self._seed_key = jax.random.fold_in(jax.random.key(trainer.config.seed), 1)
         example = self.put(batch, _ones(batch))
-        sums = jax.eval_shape(
-            self._sums, *self.initial.arrays.values(), *example, jnp.uint32(0), jnp.uint32(0)
-        )
+        sums = jax.eval_shape(self._sums, *self.initial.arrays.values(), *example, jnp.uint32(0), jnp.uint32(0))
         self._sums_shape = sums
         self._flattener = Flattener(sums)
         self.specs = self._flattener.specs
@@ -75,9 +73,7 @@ class LocalProgram:
             raise TypeError(
                 f"{type(trainer).__name__}.model() must return a flax.nnx.Module; got {type(model).__name__}"
             )
-        self._graphdef, self._params, self._streams, self._rest = nnx.split(
-            model, nnx.Param, nnx.RngState, ...
-        )
+        self._graphdef, self._params, self._streams, self._rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
         params, rest = self._own(nnx.to_pure_dict(self._params)), self._own(nnx.to_pure_dict(self._rest))
         opt_state = self._own(jax.jit(self._transform.init)(params))
         self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
@@ -109,9 +105,7 @@ class LocalProgram:
 
     # Called by the step, in this order.
 
-    def put(
-        self, batch: Mapping[str, np.ndarray], weight: np.ndarray
-    ) -> tuple[dict[str, jax.Array], jax.Array]:
+    def put(self, batch: Mapping[str, np.ndarray], weight: np.ndarray) -> tuple[dict[str, jax.Array], jax.Array]:
         """One shard's samples and their weights (1, or 0 for padding) on the device."""
         return jax.device_put((dict(batch), weight), self._device)
 
@@ -128,14 +122,10 @@ class LocalProgram:
         """What a member contributes whose own code failed."""
         return self._zeros()
 
-    def update(
-        self, state: TrainState, total: Flats, num_samples: int
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    def update(self, state: TrainState, total: Flats, num_samples: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after the step, and its metrics (means, float32[]). The old state's arrays are donated."""
         params, model_state, opt_state, metrics = self._update(*state.arrays.values(), total)
-        return TrainState(
-            state.step + 1, state.samples + num_samples, params, model_state, opt_state
-        ), metrics
+        return TrainState(state.step + 1, state.samples + num_samples, params, model_state, opt_state), metrics
 
     def fingerprint(self, state: TrainState) -> tuple[int, int]:
         """64 bits that depend on every bit of the state; see `state.fingerprint`."""
@@ -183,10 +173,7 @@ class LocalProgram:
             loss, metrics = (
                 result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
             )
-            means = {
-                name: _weighted(f"metric {name!r}", x, weight)
-                for name, x in {**metrics, "loss": loss}.items()
-            }
+            means = {name: _weighted(f"metric {name!r}", x, weight) for name, x in {**metrics, "loss": loss}.items()}
             after = nnx.to_pure_dict(nnx.split(model, nnx.Param, nnx.RngState, ...)[3])
             return means["loss"].value, (means, after)
 
@@ -206,9 +193,7 @@ class LocalProgram:
         updates, opt_state = self._transform.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-        model_state = jax.tree.map(
-            lambda x: x / share.astype(x.dtype) if is_float(x) else x, total["model_state"]
-        )
+        model_state = jax.tree.map(lambda x: x / share.astype(x.dtype) if is_float(x) else x, total["model_state"])
         return (
             params,
             model_state,
@@ -238,9 +223,7 @@ def _weighted(name: str, result: Any, weight: jax.Array) -> WeightedSum:
     if isinstance(result, WeightedSum):
         value, total = (jnp.asarray(x) for x in result)
         if value.shape or total.shape:
-            raise ValueError(
-                f"{name}: a WeightedSum holds two scalars; got shapes {value.shape} and {total.shape}"
-            )
+            raise ValueError(f"{name}: a WeightedSum holds two scalars; got shapes {value.shape} and {total.shape}")
         dtype = jnp.promote_types(value.dtype, jnp.float32)
         return WeightedSum(value.astype(dtype), total.astype(dtype))
     values = jnp.asarray(result)

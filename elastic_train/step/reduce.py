@@ -88,9 +88,7 @@ class Exchange:
       vote_size: length of the control vector.
     """
 
-    def __init__(
-        self, meeting: Meeting, plan: Plan, specs: tuple[jax.ShapeDtypeStruct, ...], vote_size: int
-    ) -> None:
+    def __init__(self, meeting: Meeting, plan: Plan, specs: tuple[jax.ShapeDtypeStruct, ...], vote_size: int) -> None:
         self._meeting, self._plan, self._specs = meeting, plan, specs
         vote = jax.ShapeDtypeStruct((1, vote_size), jnp.int32)
         self._program = meeting.program(self._body, (specs,) * plan.partials_per_member, vote)
@@ -113,9 +111,7 @@ class Exchange:
             return partials[0]
         size = partials[0].shape[1]
         slice_size = -(-size // members)
-        padded = [
-            jnp.pad(x[0], (0, slice_size * members - size)).reshape(members, slice_size) for x in partials
-        ]
+        padded = [jnp.pad(x[0], (0, slice_size * members - size)).reshape(members, slice_size) for x in partials]
         # [partials, members, slice]: the middle axis is the receiver before and the sender after.
         received = jax.lax.all_to_all(jnp.stack(padded), AXIS, split_axis=1, concat_axis=1, tiled=True)
         known = {node: received[index, member] for node, (member, index) in self._plan.owner.items()}
