@@ -1,0 +1,129 @@
+"""A small model whose workers do to themselves what the environment says, at an exact place.
+
+`FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}: `where` is "data" (while a shard is read),
+"gather" (before the first collective of an epoch), "exchange" (in place of taking part in the exchange),
+"barrier" (after the exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is
+"kill", "raise" or "leave_exchange" (the exchange raises here alone). `step` is the number of committed steps at
+that moment; -1 is any. Each fault happens once, or every time if "always" is true.
+"""
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import elastic_train as et
+from elastic_train.membership.heal import Healer
+from elastic_train.step import reduce
+
+SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
+INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
+pending = [
+    fault
+    for fault in json.loads(os.environ.get("FAULTS", "[]"))
+    if fault["slot"] in (SLOT, -1) and fault.get("incarnation", 0) in (INCARNATION, -1)
+]
+committed = 0
+
+
+def strike(where: str) -> None:
+    """Carries out the fault that is due here, if one is."""
+    for fault in list(pending):
+        if fault["where"] != where or fault.get("step", -1) not in (committed, -1):
+            continue
+        if not fault.get("always"):
+            pending.remove(fault)
+        print(f"fault: {fault} at step {committed}", flush=True)
+        if fault["what"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
+
+
+def around(cls: type, before: str | None, after: str | None, name: str = "__call__") -> None:
+    original = getattr(cls, name)
+
+    def wrapped(self, *args, **kwargs):
+        if before is not None:
+            strike(before)
+        result = original(self, *args, **kwargs)
+        if after is not None:
+            strike(after)
+        return result
+
+    setattr(cls, name, wrapped)
+
+
+around(reduce.Gather, "gather", None)
+around(reduce.Exchange, "exchange", "barrier")
+around(Healer, "heal", None, "run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyConfig(et.Config):
+    steps: int = 40
+    batch_size: int = 48
+    width: int = 32
+
+
+class Source:
+    """1000 samples of a fixed function."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        strike("data")
+        x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
+        return {"x": x, "y": np.float32(np.sin(x.sum()))}
+
+
+class Net(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.inner = nnx.Linear(8, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.outer = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.outer(self.dropout(nnx.relu(self.norm(self.inner(x)))))[:, 0]
+
+
+class Faulty(et.Trainer):
+    config: FaultyConfig
+
+    def model(self, rngs: nnx.Rngs) -> Net:
+        strike("start")
+        return Net(self.config.width, rngs)
+
+    def optimizer(self) -> optax.GradientTransformation:
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.schedule()))
+
+    def schedule(self) -> optax.Schedule:
+        return optax.cosine_decay_schedule(1e-2, self.config.steps)
+
+    def loss(self, model: Net, batch, rngs: nnx.Rngs) -> jax.Array:
+        return (model(batch["x"]) - batch["y"]) ** 2
+
+    def train_data(self) -> Source:
+        return Source()
+
+    def eval_data(self) -> Source:
+        return Source()
+
+    def on_step(self, event: et.StepCommitted) -> None:
+        global committed
+        committed = event.step
+        strike("hook")
+
+    def on_recovered(self, event: et.Recovered) -> None:
+        global committed
+        committed = event.step
+
+
+if __name__ == "__main__":
+    et.main(Faulty)
