@@ -1,0 +1,309 @@
+"""The worker's end of the control plane. Imports neither jax nor numpy: it must be able to report early."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback as traceback_module
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import grpc
+
+from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+from elastic_train.errors import ElasticTrainError
+from elastic_train.membership.group import Identity, View
+
+HELLO_TIMEOUT_S = 30.0
+RECORDS_INTERVAL_S = 0.05
+PHASE_INTERVAL_S = 0.5
+CLOSE_TIMEOUT_S = 2.0
+MAX_RECORDS_PER_MESSAGE = 256
+
+
+class _Call(Protocol):
+    """The open stream, as gRPC gives it."""
+
+    def __iter__(self) -> Iterator[control_pb2.ToWorker]: ...
+    def cancel(self) -> bool: ...
+
+
+def _ignore(_: object) -> None:
+    """Until the worker's main installs its callbacks. What they would tell is kept as state as well."""
+
+
+class Link:
+    """One worker's connection. All methods may be called from any thread.
+
+    Only `hello`, `close` and the two `wait_` methods wait.
+
+    Attributes:
+      candidates: joiners that are ready now.
+      dead: nodes that the coordinator has named dead so far.
+      stop_requested: why all should agree on a stop after a commit; None while nobody asks.
+      stopped_now: set when the coordinator says that all is over.
+      on_abort: called with a dead node id, at once, in the reading thread. Must not block.
+      on_evict: called with the reason when this worker is to exit: what it holds is out of date.
+      on_lost: called with the reason when the connection broke before `close` and before `stopped_now`.
+    """
+
+    def __init__(self, address: str, secret: str, identity: Identity, keepalive_s: float) -> None:
+        self.identity = identity
+        self.candidates: tuple[Identity, ...] = ()
+        self.dead: frozenset[int] = frozenset()
+        self.stop_requested: str | None = None
+        self.stopped_now = threading.Event()
+        self.on_abort: Callable[[int], None] = _ignore
+        self.on_evict: Callable[[str], None] = _ignore
+        self.on_lost: Callable[[str], None] = _ignore
+        self._address = address
+        self._metadata = wire.secret_metadata(secret)
+        self._channel = grpc.insecure_channel(address, options=wire.channel_options(keepalive_s))
+        # Guards all below, and tells of changes in both directions.
+        self._changed = threading.Condition()
+        self._messages: deque[control_pb2.FromWorker] = deque()
+        self._unacknowledged: deque[tuple[int, str]] = deque()
+        self._records: list[str] = []
+        self._records_due = 0.0
+        self._recorded_step = 0
+        self._phase = self._sent_phase = ("", 0)
+        self._phase_due = 0.0
+        self._welcome = False
+        self._formed: View | None = None
+        self._lost: str | None = None
+        self._closing = False
+        self._call: _Call | None = None
+        self._reader: threading.Thread | None = None
+
+    # What this worker tells -----------------------------------------------------------------------
+
+    def hello(self, pid: int, host: str, config_digest: str, versions: str) -> None:
+        """Connects. Raises ElasticTrainError if the coordinator refuses, or does not answer within 30 s."""
+        hello = control_pb2.Hello(
+            identity=wire.identity_message(self.identity),
+            pid=pid,
+            host=host,
+            config_digest=config_digest,
+            versions=versions,
+        )
+        self._messages.appendleft(control_pb2.FromWorker(hello=hello))
+        stub = control_pb2_grpc.ControlStub(self._channel)
+        call = stub.Worker(self._outgoing(), metadata=self._metadata, wait_for_ready=True)
+        self._call = call
+        self._reader = threading.Thread(target=self._read, args=(call,), name="control-read", daemon=True)
+        self._reader.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._welcome or self._lost is not None, HELLO_TIMEOUT_S)
+            if self._welcome:
+                return
+            reason = self._lost or f"no answer within {HELLO_TIMEOUT_S:g} s"
+        self.close()
+        raise ElasticTrainError(
+            f"slot {self.identity.slot}'s worker cannot join the coordinator at {self._address}: {reason}"
+        )
+
+    def ready(self) -> None:
+        """Everything slow is done: this worker could join at once."""
+        self._send(control_pb2.FromWorker(ready=control_pb2.Ready()))
+
+    def viewed(
+        self,
+        view: View,
+        reason: str,
+        gone: Sequence[Identity],
+        came: Sequence[Identity],
+        step: int,
+        time: float,
+    ) -> None:
+        """This member is in `view` now. `time` is in seconds since the Unix epoch."""
+        changed = control_pb2.ViewChanged(
+            view=wire.view_message(view),
+            reason=reason,
+            gone=wire.identity_messages(gone),
+            came=wire.identity_messages(came),
+            step=step,
+            time=time,
+        )
+        self._send(control_pb2.FromWorker(view=changed))
+
+    def record(self, record: Mapping[str, object], flush: bool = False, send: bool = True) -> None:
+        """Keeps the record of a committed step until the coordinator has it on disk.
+
+        Args:
+          record: JSON values; needs an integer `step`.
+          flush: send it now instead of with others within 50 ms.
+          send: whether this member is the lowest. The others keep their records, in case it dies.
+        """
+        step = record["step"]
+        if not isinstance(step, int):
+            raise TypeError(f"a record needs an integer `step`; got {step!r}")
+        text = json.dumps(record)
+        with self._changed:
+            self._recorded_step = step
+            self._unacknowledged.append((step, text))
+            if send:
+                self._queue_records([text], 0.0 if flush else RECORDS_INTERVAL_S)
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """How many records are kept because the coordinator may not have them on disk."""
+        return len(self._unacknowledged)
+
+    def resend(self) -> None:
+        """Sends all unacknowledged records (again): this member is the lowest now."""
+        with self._changed:
+            self._records.clear()
+            self._queue_records([text for _, text in self._unacknowledged], 0.0)
+
+    def phase(self, name: str, step: int) -> None:
+        """Notes what this worker does now and how many steps it has committed. Costs next to nothing."""
+        self._phase = (name, step)
+
+    def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
+        """User code raised. `fatal`: this worker leaves because of it."""
+        failed = control_pb2.Failed(step=step, fatal=fatal, startup=startup, traceback=traceback)
+        self._send(control_pb2.FromWorker(failed=failed))
+
+    def finished(
+        self,
+        status: str,
+        step: int,
+        samples: int,
+        params_sha256: str,
+        state_sha256: str,
+        result: Mapping[str, object],
+    ) -> None:
+        """This worker trains no more. `status` is "done", "stopped" or "failed"; `result` holds JSON."""
+        finished = control_pb2.Finished(
+            status=status,
+            step=step,
+            samples=samples,
+            params_sha256=params_sha256,
+            state_sha256=state_sha256,
+            result=json.dumps(result),
+        )
+        self._send(control_pb2.FromWorker(finished=finished))
+
+    def close(self) -> None:
+        """Sends what is queued, then ends the connection; gives up after 2 s."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join(CLOSE_TIMEOUT_S)
+        self._channel.close()
+
+    # What this worker waits for -------------------------------------------------------------------
+
+    def wait_formed(self, timeout: float) -> View | None:
+        """The newest view the coordinator has put this worker into, once.
+
+        None if there is none within `timeout` seconds; at once when the connection is lost or all is over.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._formed or self.stopped_now.is_set() or self._lost is not None, timeout
+            )
+            view, self._formed = self._formed, None
+            return view
+
+    def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool:
+        """Whether the coordinator has named any of `nodes` dead, or does so within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(nodes & self.dead), timeout)
+
+    # The reading thread ---------------------------------------------------------------------------
+
+    def _read(self, call: _Call) -> None:
+        try:
+            for message in call:
+                self._receive(message)
+            reason = "the coordinator closed the connection"
+        except grpc.RpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except Exception:
+            # A callback has failed. Without this thread the worker would be deaf: as good as lost.
+            call.cancel()
+            reason = f"handling a message of the coordinator failed:\n{traceback_module.format_exc()}"
+        with self._changed:
+            self._lost = reason
+            expected = self._closing or self.stopped_now.is_set() or not self._welcome
+            self._changed.notify_all()
+        if not expected:
+            self.on_lost(reason)
+
+    def _receive(self, message: control_pb2.ToWorker) -> None:
+        kind = message.WhichOneof("message")
+        with self._changed:
+            match kind:
+                case "welcome":
+                    self._welcome = True
+                case "candidates":
+                    self.candidates = tuple(map(wire.identity_value, message.candidates.joiners))
+                case "form":
+                    self._formed = wire.view_value(message.form.view)
+                case "abort":
+                    self.dead |= {message.abort.node}
+                case "stop":
+                    self.stop_requested = message.stop.reason
+                    if message.stop.now:
+                        self.stopped_now.set()
+                case "ack":
+                    while self._unacknowledged and self._unacknowledged[0][0] <= message.ack.step:
+                        self._unacknowledged.popleft()
+            self._changed.notify_all()
+        if kind == "abort":
+            self.on_abort(message.abort.node)
+        elif kind == "evict":
+            self.on_evict(message.evict.reason)
+
+    # The sending thread (gRPC's own) --------------------------------------------------------------
+
+    def _send(self, message: control_pb2.FromWorker) -> None:
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify_all()
+
+    def _queue_records(self, records: list[str], delay_s: float) -> None:
+        due = time.monotonic() + delay_s
+        if not self._records or due < self._records_due:
+            self._records_due = due
+            self._changed.notify_all()
+        self._records += records
+
+    def _outgoing(self) -> Iterator[control_pb2.FromWorker]:
+        while (message := self._next_message()) is not None:
+            yield message
+
+    def _next_message(self) -> control_pb2.FromWorker | None:
+        """Waits for the next message to send; None when all is sent after `close`, or the link is lost."""
+        with self._changed:
+            while self._lost is None:
+                now = time.monotonic()
+                # Records come before messages that were sent after them; hello comes before everything.
+                hurry = self._closing or (bool(self._messages) and self._welcome)
+                if self._records and self._welcome and (hurry or now >= self._records_due):
+                    return self._progress(self._take_records())
+                if self._messages:
+                    return self._messages.popleft()
+                if self._closing:
+                    return None
+                if self._phase != self._sent_phase and self._welcome and now >= self._phase_due:
+                    return self._progress([])
+                # `phase` does not wake this thread, so look again in time.
+                wait_s = self._records_due - now if self._records and self._welcome else PHASE_INTERVAL_S
+                self._changed.wait(min(wait_s, PHASE_INTERVAL_S))
+        return None
+
+    def _take_records(self) -> list[str]:
+        taken = self._records[:MAX_RECORDS_PER_MESSAGE]
+        del self._records[:MAX_RECORDS_PER_MESSAGE]
+        return taken
+
+    def _progress(self, records: list[str]) -> control_pb2.FromWorker:
+        self._sent_phase = name, step = self._phase
+        self._phase_due = time.monotonic() + PHASE_INTERVAL_S
+        progress = control_pb2.Progress(step=max(step, self._recorded_step), phase=name, records=records)
+        return control_pb2.FromWorker(progress=progress)

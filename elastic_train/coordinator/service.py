@@ -1,0 +1,481 @@
+"""The coordinator: runs the roster. What arrives by gRPC becomes events; actions are carried out in order.
+
+One thread takes all decisions and makes all changes. The others only put work into its inbox.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import grpc
+
+from elastic_train.config import FaultConfig
+from elastic_train.coordinator import control_pb2, wire
+from elastic_train.coordinator.jax_service import JaxService
+from elastic_train.coordinator.loop import EventLoop
+from elastic_train.coordinator.order import RecordOrder
+from elastic_train.coordinator.streams import Server, Stream
+from elastic_train.membership import roster as r
+from elastic_train.membership.group import Identity
+
+GENERATION = 0
+"""This service's number; a job gets another one when its JAX service is replaced."""
+
+ACK_INTERVAL_S = 0.2
+GAP_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 3.0
+"""How long a worker that has closed its stream in order may take to exit before it counts as silent."""
+CLOSE_GRACE_S = 1.0
+
+Apply = Callable[[r.Roster, r.Event], tuple[r.Roster, Iterable[r.Action]]]
+OnEnd = Callable[[r.End, Mapping[int, control_pb2.Finished]], None]
+MessageType = TypeVar("MessageType", control_pb2.ToWorker, control_pb2.ToAgent)
+
+
+class Records(Protocol):
+    """Where events and committed steps are written; called from one thread only."""
+
+    def event(self, name: str, /, **fields: object) -> None: ...
+    def commit(self, record: dict[str, object]) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Report:
+    """The newest Progress of one worker."""
+
+    step: int
+    phase: str
+
+
+class Coordinator:
+    """Serves one job from construction until `close`.
+
+    Args:
+      limits: sizes and budgets, given on to the roster.
+      records: gets each Note as `event` and each record of a committed step as `commit`, in ascending steps;
+        a step may come again.
+      apply: the state machine, `elastic_train.membership.roster.apply`.
+      faults: gives keepalive and JAX heartbeat.
+      bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
+      secret: what every caller must know.
+      on_note: shows a line to the person who watches.
+      on_end: called once, with the End and the last report of each slot that finished.
+      stall_note_s: say who is where when no step has committed for this long.
+
+    Attributes:
+      address, jax_address: "host:port" of the control plane and of JAX's service.
+      roster: the newest state; may be read from any thread.
+
+    Raises UsageError if `bind` is taken. If the event loop fails, the job ends with exit code 1 and a traceback.
+    """
+
+    def __init__(
+        self,
+        limits: r.Limits,
+        records: Records,
+        *,
+        apply: Apply,
+        faults: FaultConfig,
+        bind: str = "127.0.0.1:0",
+        secret: str,
+        on_note: Callable[[str], None] | None = None,
+        on_end: OnEnd | None = None,
+        stall_note_s: float = 30.0,
+    ) -> None:
+        self.roster = r.Roster(limits)
+        self._records = records
+        self._decide = apply
+        self._on_note = on_note
+        self._on_end = on_end
+        self._stall_note_s = stall_note_s
+        self._loop = EventLoop("coordinator", self._loop_failed)
+        self._workers: dict[int, Stream] = {}
+        self._identities: dict[Stream, Identity] = {}
+        self._agents: dict[str, Stream] = {}
+        self._agent_names: dict[Stream, str] = {}
+        self._exited: set[int] = set()
+        self._reports: dict[int, _Report] = {}
+        self._finished: dict[int, control_pb2.Finished] = {}
+        self._digests_differ = False
+        self._order = RecordOrder()
+        self._acknowledged_at = 0.0
+        self._quiet_since = time.monotonic()
+        self._stop_calls = 0
+        self._end: r.End | None = None
+        self._ended = threading.Event()
+        self._failed = False
+        self._closing = False
+
+        # The port first: a port in use is the likeliest error, and cheap to find.
+        self._server = Server(self, bind, secret, faults.keepalive_s, max_streams=2 * limits.num_slots + 16)
+        self.address = self._server.address
+        self._jax = JaxService(
+            limits.num_nodes,
+            faults.jax_heartbeat_timeout_s,
+            host=bind.rpartition(":")[0],
+            on_error=lambda error: self._loop.post(partial(self._raise, error)),
+        )
+        self.jax_address = self._jax.address
+        self._loop.after("stall", stall_note_s, self._note_stall)
+        self._loop.start()
+        self._server.start()
+
+    # For the process that holds the coordinator ---------------------------------------------------
+
+    def status(self) -> dict[str, object]:
+        """What `elastic-train status --json` prints."""
+        roster = self.roster
+        return {
+            "generation": GENERATION,
+            "epoch": roster.view.epoch,
+            "step": self._step(),
+            "workers": [
+                {
+                    "slot": slot,
+                    "pid": worker.pid,
+                    "host": worker.host,
+                    "incarnation": worker.identity.incarnation,
+                    "state": str(worker.state),
+                    "step": worker.step,
+                }
+                for slot, worker in sorted(roster.workers.items())
+            ],
+        }
+
+    def wait(self, timeout: float | None) -> r.End | None:
+        """The job's end, or None if it goes on after `timeout` seconds."""
+        self._ended.wait(timeout)
+        return self._end if self._ended.is_set() else None
+
+    def ask_stop(self, now: bool, reason: str) -> None:
+        """Asks the members to stop after a commit, or everybody to stop at once. Returns immediately."""
+        self._loop.post(partial(self._apply, r.StopAsked(now, reason)))
+
+    def close(self) -> None:
+        """Ends all connections, then JAX's service. Worker processes must be gone before: JAX aborts them."""
+        if self._closing:
+            return
+        self._loop.post(self._close_streams)
+        self._loop.stop()
+        self._server.stop(CLOSE_GRACE_S)
+        self._jax.close()
+
+    # Called by gRPC's threads ---------------------------------------------------------------------
+
+    def worker_message(self, stream: Stream, message: control_pb2.FromWorker) -> None:
+        self._loop.post(partial(self._from_worker, stream, message))
+
+    def worker_ended(self, stream: Stream, broken: bool) -> None:
+        self._loop.post(partial(self._lost_worker, stream, broken))
+
+    def agent_message(self, stream: Stream, message: control_pb2.FromAgent) -> None:
+        self._loop.post(partial(self._from_agent, stream, message))
+
+    def agent_ended(self, stream: Stream, broken: bool) -> None:
+        self._loop.post(partial(self._lost_agent, stream))
+
+    def status_json(self) -> str:
+        return json.dumps(self.status())
+
+    def stop_called(self, reason: str) -> None:
+        self._loop.post(partial(self._stop_called, reason))
+
+    # The event loop: all below runs in its thread -------------------------------------------------
+
+    def _loop_failed(self, error: Exception) -> None:
+        """A mistake in here or a full disk: the roster may be wrong, so the job ends."""
+        self._failed = True
+        trace = "".join(traceback.format_exception(error))
+        self._finish_job(r.End(1, "failed", f"the coordinator failed:\n{trace}"))
+
+    def _raise(self, error: BaseException) -> None:
+        raise error
+
+    def _close_streams(self) -> None:
+        self._closing = True
+        for stream in (*self._workers.values(), *self._agents.values()):
+            stream.close()
+
+    def _apply(self, event: r.Event, **source: object) -> None:
+        """One transition. `source` is added to the notes it causes."""
+        if self._failed:
+            return
+        self.roster, actions = self._decide(self.roster, event)
+        for action in actions:
+            self._perform(action, source)
+
+    def _perform(self, action: r.Action, source: Mapping[str, object]) -> None:
+        match action:
+            case r.Tombstone(identity):
+                self._bury(identity)
+            case r.Abort(dead, tell):
+                self._tell(tell, control_pb2.ToWorker(abort=control_pb2.Abort(node=dead.node)))
+            case r.Announce(tell, joiners):
+                candidates = control_pb2.Candidates(joiners=wire.identity_messages(joiners))
+                self._tell(tell, control_pb2.ToWorker(candidates=candidates))
+            case r.Form(view, tell):
+                self._tell(tell, control_pb2.ToWorker(form=control_pb2.Form(view=wire.view_message(view))))
+            case r.Evict(identity, reason):
+                self._tell((identity.node,), control_pb2.ToWorker(evict=control_pb2.Evict(reason=reason)))
+            case r.AskStop(tell, now, reason):
+                self._tell(tell, control_pb2.ToWorker(stop=control_pb2.Stop(now=now, reason=reason)))
+            case r.Start(agent, identity):
+                start = control_pb2.StartWorker(identity=wire.identity_message(identity))
+                self._tell_agent(agent, control_pb2.ToAgent(start=start))
+            case r.Kill(agent, identity, reason):
+                kill = control_pb2.KillWorker(identity=wire.identity_message(identity), reason=reason)
+                self._tell_agent(agent, control_pb2.ToAgent(kill=kill))
+            case r.SetTimer(name, delay_s):
+                self._loop.after(f"roster {name}", delay_s, partial(self._apply, r.TimerOver(name)))
+            case r.Note(event, fields, show):
+                self._note(event, show, **{**source, **fields})
+            case r.End():
+                self._finish_job(action)
+            case _:
+                raise TypeError(f"the roster asked for something unknown: {action!r}")
+
+    def _tell(self, nodes: Iterable[int], message: control_pb2.ToWorker) -> None:
+        for node in nodes:
+            # A node without a stream has just been lost; the roster hears of it as an event of its own.
+            if stream := self._workers.get(node):
+                stream.send(message)
+
+    def _tell_agent(self, agent: str, message: control_pb2.ToAgent) -> None:
+        if stream := self._agents.get(agent):
+            stream.send(message)
+
+    def _bury(self, identity: Identity) -> None:
+        try:
+            self._jax.tombstone(identity.node)
+        except RuntimeError as error:
+            # Members still learn of the death from the Abort, and the barrier from JAX's heartbeat.
+            self._note(
+                "tombstone_failed",
+                f"JAX's service would not let go of slot {identity.slot}'s dead worker, node"
+                f" {identity.node}: {error}. The others wait until its heartbeat times out.",
+                **identity._asdict(),
+                error=str(error),
+            )
+
+    def _note(self, event: str, show: str, /, **fields: object) -> None:
+        self._records.event(event, **fields)
+        if show and self._on_note is not None:
+            self._on_note(show)
+
+    def _finish_job(self, end: r.End) -> None:
+        """Writes the end and lets the agents go. A second End changes nothing."""
+        if self._end is not None:
+            return
+        self._end = end
+        try:
+            self._records.event("end", status=end.status, exit_code=end.exit_code, message=end.message)
+            if self._on_end is not None:
+                self._on_end(end, dict(self._finished))
+        except Exception:
+            self._end = r.End(
+                end.exit_code or 1,
+                "failed",
+                f"{end.message}\nThe end could not be written down:\n{traceback.format_exc()}",
+            )
+        finally:
+            shutdown = control_pb2.Shutdown(exit_code=self._end.exit_code, reason=self._end.message)
+            for stream in self._agents.values():
+                stream.send(control_pb2.ToAgent(shutdown=shutdown))
+            self._ended.set()
+
+    # Workers --------------------------------------------------------------------------------------
+
+    def _from_worker(self, stream: Stream, message: control_pb2.FromWorker) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "hello":
+            self._hello(stream, message.hello)
+            return
+        identity = self._identities.get(stream)
+        if identity is None:
+            stream.reject(grpc.StatusCode.FAILED_PRECONDITION, f"a worker says hello first, not {kind!r}")
+            return
+        match kind:
+            case "ready":
+                self._apply(r.Ready(identity))
+            case "view":
+                changed = message.view
+                view = wire.view_value(changed.view)
+                self._apply(
+                    r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason
+                )
+            case "progress":
+                self._progress(identity, message.progress)
+            case "failed":
+                failed = message.failed
+                self._apply(r.Failed(identity, failed.step, failed.fatal, failed.startup, failed.traceback))
+            case "finished":
+                self._worker_finished(identity, message.finished)
+
+    def _hello(self, stream: Stream, hello: control_pb2.Hello) -> None:
+        identity = wire.identity_value(hello.identity)
+        if identity.node in self._workers or stream in self._identities:
+            stream.reject(grpc.StatusCode.ALREADY_EXISTS, f"{identity} is connected already")
+            return
+        self._workers[identity.node] = stream
+        self._identities[stream] = identity
+        stream.send(control_pb2.ToWorker(welcome=control_pb2.Welcome()))
+        self._apply(r.Hello(identity, hello.pid, hello.host, hello.config_digest), versions=hello.versions)
+
+    def _lost_worker(self, stream: Stream, broken: bool) -> None:
+        identity = self._identities.pop(stream, None)
+        if identity is None or self._closing:
+            return
+        del self._workers[identity.node]
+        if broken:
+            self._silent(identity, "its control connection broke or stopped answering")
+        else:
+            reason = f"it closed its control connection and did not exit within {LEAVE_TIMEOUT_S:g} s"
+            self._loop.after(
+                f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason)
+            )
+
+    def _silent(self, identity: Identity, reason: str) -> None:
+        if identity.node not in self._exited:
+            self._apply(r.Silent(identity, reason))
+
+    def _progress(self, identity: Identity, progress: control_pb2.Progress) -> None:
+        before = self._reports.get(identity.node)
+        self._reports[identity.node] = _Report(progress.step, progress.phase)
+        if before is None or before.step != progress.step:
+            self._quiet_since = time.monotonic()
+            self._apply(r.Stepped(identity, progress.step))
+        if progress.records:
+            self._commit(self._order.add(json.loads(record) for record in progress.records))
+
+    def _commit(self, released: Iterable[dict[str, object]]) -> None:
+        for record in released:
+            self._records.commit(record)
+        if not self._loop.waits_for("ack"):
+            delay_s = max(0.0, self._acknowledged_at + ACK_INTERVAL_S - time.monotonic())
+            self._loop.after("ack", delay_s, self._acknowledge)
+        if self._order.gap is None:
+            self._loop.cancel("gap")
+        elif not self._loop.waits_for("gap"):
+            self._loop.after("gap", GAP_TIMEOUT_S, self._skip_gap)
+
+    def _acknowledge(self) -> None:
+        self._acknowledged_at = time.monotonic()
+        if self._order.acknowledged is not None:
+            ack = control_pb2.ToWorker(ack=control_pb2.Ack(step=self._order.acknowledged))
+            self._tell(self._workers, ack)
+
+    def _skip_gap(self) -> None:
+        if gap := self._order.gap:
+            first, last = gap
+            self._note(
+                "records_lost",
+                f"The records of steps {first} to {last} are lost: all members that had them died before they"
+                " were sent. The steps themselves count.",
+                first_step=first,
+                last_step=last,
+            )
+            self._commit(self._order.skip())
+
+    def _worker_finished(self, identity: Identity, finished: control_pb2.Finished) -> None:
+        worker = self.roster.workers.get(identity.slot)
+        if worker is not None and worker.identity == identity:
+            self._finished[identity.slot] = finished
+            self._compare_digests()
+        self._apply(r.Finished(identity, finished.status))
+
+    def _compare_digests(self) -> None:
+        """All members must end with the same state; says so loudly if they do not."""
+        digests = {
+            slot: (finished.step, finished.params_sha256, finished.state_sha256)
+            for slot, finished in sorted(self._finished.items())
+            if finished.status != "failed"
+        }
+        if len(set(digests.values())) > 1 and not self._digests_differ:
+            self._digests_differ = True
+            lines = [
+                f"  slot {slot}: step {d[0]}, params {d[1]}, state {d[2]}" for slot, d in digests.items()
+            ]
+            self._note(
+                "digests_differ",
+                "ERROR: the members have finished with DIFFERENT states, which must never happen:\n"
+                + "\n".join(lines)
+                + "\nDo not use the result; please report this with the run directory.",
+                slots={str(slot): list(digest) for slot, digest in digests.items()},
+            )
+
+    def _step(self) -> int:
+        """The newest step that a current member has reported; the last known one if there is no member."""
+        reports = self._reports
+        steps = [reports[node].step for node in self.roster.view.nodes if node in reports]
+        return max(steps, default=self._order.acknowledged or 0)
+
+    def _note_stall(self) -> None:
+        members = self.roster.view.members
+        waited_s = time.monotonic() - self._quiet_since
+        if not members or self._end is not None:
+            self._quiet_since = time.monotonic()
+        elif waited_s >= self._stall_note_s:
+            reports = {member: self._reports.get(member.node, _Report(0, "")) for member in members}
+            phases = {str(member.slot): report.phase for member, report in reports.items()}
+            where = ", ".join(f"slot {slot} in {phase or 'no phase yet'}" for slot, phase in phases.items())
+            self._note(
+                "no_progress",
+                f"No step has committed for {waited_s:.0f} s; the last is {self._step()}. Now: {where}.",
+                step=self._step(),
+                waited_s=round(waited_s, 1),
+                phases=phases,
+            )
+            self._loop.after("stall", self._stall_note_s, self._note_stall)
+            return
+        next_s = self._quiet_since + self._stall_note_s - time.monotonic()
+        self._loop.after("stall", max(0.0, next_s), self._note_stall)
+
+    # Agents, and the people behind them -----------------------------------------------------------
+
+    def _from_agent(self, stream: Stream, message: control_pb2.FromAgent) -> None:
+        match message.WhichOneof("message"):
+            case "hello":
+                self._agent_hello(stream, message.hello)
+            case "started":
+                started = message.started
+                self._apply(r.Started(wire.identity_value(started.identity), started.pid))
+            case "exited":
+                exited = message.exited
+                identity = wire.identity_value(exited.identity)
+                self._exited.add(identity.node)
+                self._loop.cancel(f"leave {identity.node}")
+                event = r.Exited(identity, exited.exit_code, exited.traceback)
+                self._apply(event, reported_time=exited.time)
+
+    def _agent_hello(self, stream: Stream, hello: control_pb2.AgentHello) -> None:
+        if stream in self._agent_names:
+            stream.reject(grpc.StatusCode.ALREADY_EXISTS, "an agent says hello once")
+            return
+        name = hello.host
+        number = 2
+        while name in self._agents:
+            name = f"{hello.host}#{number}"
+            number += 1
+        self._agents[name] = stream
+        self._agent_names[stream] = name
+        welcome = control_pb2.AgentWelcome(jax_address=self.jax_address, num_nodes=self._jax.num_nodes)
+        stream.send(control_pb2.ToAgent(welcome=welcome))
+        self._apply(r.AgentJoined(name, tuple(hello.slots)))
+
+    def _lost_agent(self, stream: Stream) -> None:
+        name = self._agent_names.pop(stream, None)
+        if name is None or self._closing:
+            return
+        del self._agents[name]
+        self._apply(r.AgentLost(name))
+
+    def _stop_called(self, reason: str) -> None:
+        self._stop_calls += 1
+        self._apply(r.StopAsked(now=self._stop_calls > 1, reason=reason))

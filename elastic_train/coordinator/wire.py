@@ -1,0 +1,67 @@
+"""What both ends of the control plane agree on: the secret, keepalive, and values as protobuf messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_train.coordinator import control_pb2
+from elastic_train.membership.group import Identity, View
+
+SECRET_KEY = "x-elastic-train-secret"
+"""Name of the gRPC metadata entry that carries the job's secret."""
+
+Options = list[tuple[str, int]]
+
+
+def secret_metadata(secret: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of every call except the health check."""
+    return ((SECRET_KEY, secret),)
+
+
+def channel_options(keepalive_s: float) -> Options:
+    """Options of a client's channel: a peer that is silent for 2 * `keepalive_s` counts as gone."""
+    return [
+        *_keepalive(keepalive_s),
+        # The coordinator is near; a proxy meant for the internet cannot reach it.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def server_options(keepalive_s: float) -> Options:
+    """Options of the server: the same keepalive, and no penalty for clients that ping as often."""
+    return [
+        *_keepalive(keepalive_s),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive_s * 500)),
+        ("grpc.http2.max_ping_strikes", 0),
+        # A port that is in use must be an error, not a second server behind the same port.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _keepalive(keepalive_s: float) -> Options:
+    return [
+        ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def identity_message(identity: Identity) -> control_pb2.Identity:
+    return control_pb2.Identity(slot=identity.slot, incarnation=identity.incarnation, node=identity.node)
+
+
+def identity_value(message: control_pb2.Identity) -> Identity:
+    return Identity(message.slot, message.incarnation, message.node)
+
+
+def identity_messages(identities: Sequence[Identity]) -> list[control_pb2.Identity]:
+    return [identity_message(identity) for identity in identities]
+
+
+def view_message(view: View) -> control_pb2.View:
+    return control_pb2.View(epoch=view.epoch, members=identity_messages(view.members))
+
+
+def view_value(message: control_pb2.View) -> View:
+    return View(message.epoch, tuple(identity_value(member) for member in message.members))
