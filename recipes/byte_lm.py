@@ -1,7 +1,7 @@
 """Predict the next byte of English text with a small transformer.
 
-The text is the reference of the Python language that ships inside Python (`pydoc_data.topics`), about
-460,000 characters; it differs a little between Python versions, so losses are comparable within one.
+The text is the reference of the Python language that ships inside Python (`pydoc_data.topics`), close to
+half a million characters; it differs between Python versions, so compare losses within one version only.
 
     elastic-train run recipes/byte_lm.py --workers 3
 """

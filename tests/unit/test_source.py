@@ -43,8 +43,8 @@ def test_read_gives_the_same_with_and_without_batch():
         ({"x": np.zeros(3), "z": 0}, r"sample 1 has the entries \['x', 'z'\], sample 0 has \['x'\]"),
         ({"x": np.zeros(4)}, r"sample 1, entry 'x': float64\[4\], but sample 0 has float64\[3\]"),
         ({"x": np.zeros(3, np.float32)}, r"sample 1, entry 'x': float32\[3\]"),
-        ({}, "sample 1: expected a dict of arrays"),
-        ((0, 1), "sample 1: expected a dict of arrays.*got tuple"),
+        ({}, "sample 1: expected a non-empty dict of arrays"),
+        ((0, 1), "sample 1: expected a non-empty dict of arrays.*got tuple"),
     ],
 )
 def test_an_odd_sample_is_named(sample: object, message: str):
