@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,7 +54,15 @@ class Outside(Protocol):
     def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None: ...
     def resend(self) -> None: ...
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None: ...
-    def finished(self, status: str, step: int, samples: int, params: str, state: str, result: str) -> None: ...
+    def finished(
+        self,
+        status: str,
+        step: int,
+        samples: int,
+        params_sha256: str,
+        state_sha256: str,
+        result: Mapping[str, object],
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -354,5 +362,5 @@ def finish(outside: Outside, result: Result) -> None:
         state.samples,
         params_sha256(state),
         state_sha256(state),
-        json.dumps(result.metrics),
+        result.metrics,
     )

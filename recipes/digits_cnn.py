@@ -71,9 +71,7 @@ class DigitsCNN(et.Trainer):
             optax.adamw(self.schedule(), weight_decay=self.config.weight_decay),
         )
 
-    def loss(
-        self, model: CNN, batch: dict[str, jax.Array], rngs: nnx.Rngs
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, model: CNN, batch: dict[str, jax.Array], rngs: nnx.Rngs) -> tuple[jax.Array, dict[str, jax.Array]]:
         return score(model(batch["image"], rngs), batch["label"])
 
     def train_data(self) -> et.DataSource:

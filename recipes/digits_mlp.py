@@ -63,9 +63,7 @@ class Digits(et.Trainer):
     def optimizer(self) -> optax.GradientTransformation:
         return optax.adamw(self.schedule(), weight_decay=self.config.weight_decay)
 
-    def loss(
-        self, model: MLP, batch: dict[str, jax.Array], rngs: nnx.Rngs
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, model: MLP, batch: dict[str, jax.Array], rngs: nnx.Rngs) -> tuple[jax.Array, dict[str, jax.Array]]:
         return score(model(batch["image"]), batch["label"])
 
     def train_data(self) -> et.DataSource:
@@ -93,8 +91,7 @@ def load_digits(split: str) -> et.ArraySource:
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
-            "the digits images are a file of scikit-learn, which is not installed: "
-            "pip install 'elastic-train[recipes]'"
+            "the digits images are a file of scikit-learn, which is not installed: pip install 'elastic-train[recipes]'"
         )
     # Only the file is read: importing scikit-learn takes about a second, at every restart of a worker.
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"

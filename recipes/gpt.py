@@ -49,9 +49,7 @@ class GPTConfig(et.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.width % self.heads == 0, "heads", self.heads, f"must divide width ({self.width})")
-        require(
-            self.attention in ("auto", "xla", "cudnn"), "attention", self.attention, "use auto, xla or cudnn"
-        )
+        require(self.attention in ("auto", "xla", "cudnn"), "attention", self.attention, "use auto, xla or cudnn")
 
 
 class Blocks(nnx.Module):
@@ -85,9 +83,7 @@ class Blocks(nnx.Module):
                 "mlp_out",
             )
         }
-        block = partial(
-            block_forward, heads=self.heads, implementation=attention_implementation(self.attention)
-        )
+        block = partial(block_forward, heads=self.heads, implementation=attention_implementation(self.attention))
         # Matrix products are kept for the backward pass; everything cheaper is computed a second time.
         block = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
         hidden, _ = jax.lax.scan(lambda carry, layer: (block(carry, layer), None), hidden, weights)

@@ -203,9 +203,7 @@ class Link:
         None if there is none within `timeout` seconds; at once when the connection is lost or all is over.
         """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._formed or self.stopped_now.is_set() or self._lost is not None, timeout
-            )
+            self._changed.wait_for(lambda: self._formed or self.stopped_now.is_set() or self._lost is not None, timeout)
             view, self._formed = self._formed, None
             return view
 

@@ -130,9 +130,7 @@ class JaxService:
         """
         waiting = dict(PLATFORMS)
         try:
-            while waiting and not self._closing.wait(
-                FIRST_POLL_S if len(waiting) == len(PLATFORMS) else LATER_POLL_S
-            ):
+            while waiting and not self._closing.wait(FIRST_POLL_S if len(waiting) == len(PLATFORMS) else LATER_POLL_S):
                 for platform in list(waiting):
                     found = self._client.key_value_dir_get_bytes(f"{platform}:local_topology/{platform}")
                     if found:
@@ -158,8 +156,7 @@ def _held_port(host: str) -> Iterator[int]:
             holder.bind((host, 0))
         except OSError as error:
             raise UsageError(
-                f"JAX's coordination service cannot listen on {host!r}: {error}."
-                " Use an address of this machine."
+                f"JAX's coordination service cannot listen on {host!r}: {error}. Use an address of this machine."
             ) from error
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         yield holder.getsockname()[1]

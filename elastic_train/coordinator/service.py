@@ -307,9 +307,7 @@ class Coordinator:
             case "view":
                 changed = message.view
                 view = wire.view_value(changed.view)
-                self._apply(
-                    r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason
-                )
+                self._apply(r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason)
             case "progress":
                 self._progress(identity, message.progress)
             case "failed":
@@ -337,9 +335,7 @@ class Coordinator:
             self._silent(identity, "its control connection broke or stopped answering")
         else:
             reason = f"it closed its control connection and did not exit within {LEAVE_TIMEOUT_S:g} s"
-            self._loop.after(
-                f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason)
-            )
+            self._loop.after(f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason))
 
     def _silent(self, identity: Identity, reason: str) -> None:
         if identity.node not in self._exited:
@@ -399,9 +395,7 @@ class Coordinator:
         }
         if len(set(digests.values())) > 1 and not self._digests_differ:
             self._digests_differ = True
-            lines = [
-                f"  slot {slot}: step {d[0]}, params {d[1]}, state {d[2]}" for slot, d in digests.items()
-            ]
+            lines = [f"  slot {slot}: step {d[0]}, params {d[1]}, state {d[2]}" for slot, d in digests.items()]
             self._note(
                 "digests_differ",
                 "ERROR: the members have finished with DIFFERENT states, which must never happen:\n"

@@ -145,9 +145,7 @@ class Server:
       address: "host:port" with the port that was really bound.
     """
 
-    def __init__(
-        self, receiver: Receiver, bind: str, secret: str, keepalive_s: float, max_streams: int
-    ) -> None:
+    def __init__(self, receiver: Receiver, bind: str, secret: str, keepalive_s: float, max_streams: int) -> None:
         self._health = health.HealthServicer()
         # Each stream occupies a thread for its whole life. Some more for status, stop, health.
         self._server = grpc.server(

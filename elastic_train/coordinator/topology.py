@@ -54,9 +54,7 @@ def decode(message: bytes) -> list[Field]:
                 raise ValueError(f"field {number} has wire type {wire_type}, which protobuf 3 does not use")
             value = message[position : position + size]
             if len(value) != size:
-                raise ValueError(
-                    f"field {number} should have {size} bytes, but the message ends after {len(value)}"
-                )
+                raise ValueError(f"field {number} should have {size} bytes, but the message ends after {len(value)}")
             position += size
         fields.append(Field(number, wire_type, value))
     return fields
@@ -110,16 +108,12 @@ def global_topology(local: bytes, num_nodes: int, device_id: Callable[[int, int,
     return encode(processes)
 
 
-def _device(
-    device: int | bytes, node: int, num_local: int, device_id: Callable[[int, int, int], int]
-) -> bytes:
+def _device(device: int | bytes, node: int, num_local: int, device_id: Callable[[int, int, int], int]) -> bytes:
     if isinstance(device, int):
         raise ValueError(f"a device should be a message, but is the number {device}")
     fields = [field for field in decode(device) if field.number not in (GLOBAL_DEVICE_ID, PARTITION_INDEX)]
     # Protobuf leaves out numbers that are zero.
-    ordinal = next(
-        (f.value for f in fields if f.number == LOCAL_DEVICE_ORDINAL and isinstance(f.value, int)), 0
-    )
+    ordinal = next((f.value for f in fields if f.number == LOCAL_DEVICE_ORDINAL and isinstance(f.value, int)), 0)
     fields.append(Field(GLOBAL_DEVICE_ID, VARINT, device_id(node, ordinal, num_local)))
     fields.append(Field(PARTITION_INDEX, VARINT, 0))
     return encode(fields)

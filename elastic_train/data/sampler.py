@@ -122,9 +122,7 @@ class Sampler:
         places = np.arange(span.first, span.first + span.count, dtype=np.int64)
         if not self.shuffle or self.num_samples == 1:
             return places
-        return permute(places.astype(np.uint64), self.num_samples, self.seed, span.pass_index).astype(
-            np.int64
-        )
+        return permute(places.astype(np.uint64), self.num_samples, self.seed, span.pass_index).astype(np.int64)
 
 
 @functools.lru_cache(maxsize=4)
@@ -140,9 +138,7 @@ def permute(places: NDArray[np.uint64], size: int, seed: int, pass_index: int) -
     keys = np.frombuffer(digest, "<u8").astype(np.uint64)
     result = _feistel(places, keys, bits)
     outside = np.flatnonzero(result >= size)
-    while (
-        outside.size
-    ):  # ends: each cycle of the permutation returns to the place it came from, which is inside
+    while outside.size:  # ends: each cycle of the permutation returns to the place it came from, which is inside
         result[outside] = _feistel(result[outside], keys, bits)
         outside = outside[result[outside] >= size]
     return result

@@ -28,7 +28,7 @@ from elastic_train.membership.group import (
     judge,
 )
 from elastic_train.membership.reconcile import STANDING_SIZE
-from elastic_train.step.plan import Plan
+from elastic_train.step.plan import finish
 from elastic_train.step.reduce import Exchange, Gather, Meeting
 
 EXIT_REJOIN = 75
@@ -108,7 +108,7 @@ class Group:
         """Compiles the programs that cross `view`'s members. Nothing is sent: peers may be minutes apart here."""
         self.view = view
         devices = [self._devices[node] for node in view.nodes]
-        self.plan = Plan.of(self._num_shards, len(devices))
+        self.plan = finish(self._num_shards, len(devices))
         self.meeting = Meeting(devices, self._devices[self.me.node])
         self.gather = Gather(self.meeting, VOTE_SIZE + STANDING_SIZE)
         self.exchange = Exchange(self.meeting, self.plan, self._specs, VOTE_SIZE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
 from elastic_train.step.flat import Flats
 from elastic_train.step.local import LocalProgram
-from elastic_train.step.plan import partials, run_of, split
+from elastic_train.step.plan import fold, partials, run_of
 
 ReadShard = Callable[[int, int], tuple[Mapping[str, np.ndarray], np.ndarray]]
 """(samples consumed, shard) -> (samples of this shard, their weights)."""
@@ -96,7 +95,10 @@ class Stepper:
         if raised:
             return [self._local.zeros()]
         try:
-            sums = [self._subtree(node, state) for node in partials(run.start, run.stop, self._num_shards)]
+            sums = [
+                fold(node, lambda shard: self._shard(state, shard), self._local.add)
+                for node in partials(run.start, run.stop, self._num_shards)
+            ]
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.
             return jax.block_until_ready(sums)
@@ -104,10 +106,6 @@ class Stepper:
             raised.append(traceback.format_exc())
             return [self._local.zeros()]
 
-    def _subtree(self, node: tuple[int, int], state: TrainState) -> Any:
-        start, stop = node
-        middle = split(start, stop)
-        if middle is None:
-            batch = self._local.put(*self._read(state.samples, start))
-            return self._local.shard_sums(state, batch, start)
-        return self._local.add(self._subtree((start, middle), state), self._subtree((middle, stop), state))
+    def _shard(self, state: TrainState, shard: int) -> Flats:
+        batch = self._local.put(*self._read(state.samples, shard))
+        return self._local.shard_sums(state, batch, shard)

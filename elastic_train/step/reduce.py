@@ -91,12 +91,12 @@ class Exchange:
     def __init__(self, meeting: Meeting, plan: Plan, specs: tuple[jax.ShapeDtypeStruct, ...], vote_size: int) -> None:
         self._meeting, self._plan, self._specs = meeting, plan, specs
         vote = jax.ShapeDtypeStruct((1, vote_size), jnp.int32)
-        self._program = meeting.program(self._body, (specs,) * plan.partials_per_member, vote)
+        self._program = meeting.program(self._body, (specs,) * plan.slots_per_member, vote)
 
     def __call__(self, partials: Sequence[Flats], vote: Sequence[int]) -> tuple[Flats, np.ndarray]:
         """Returns the total and int32[members, vote_size]. Blocks until all have taken part."""
         # Members with fewer partials than the widest repeat one; the plan never reads it.
-        padded = tuple(partials) + (partials[0],) * (self._plan.partials_per_member - len(partials))
+        padded = tuple(partials) + (partials[0],) * (self._plan.slots_per_member - len(partials))
         mine = (padded, self._meeting.put(np.array(vote, np.int32)))
         total, votes = jax.block_until_ready(self._program(*self._meeting.mine_of_all(mine)))
         return self._meeting.local(total), np.asarray(self._meeting.local(votes))
@@ -114,8 +114,8 @@ class Exchange:
         padded = [jnp.pad(x[0], (0, slice_size * members - size)).reshape(members, slice_size) for x in partials]
         # [partials, members, slice]: the middle axis is the receiver before and the sender after.
         received = jax.lax.all_to_all(jnp.stack(padded), AXIS, split_axis=1, concat_axis=1, tiled=True)
-        known = {node: received[index, member] for node, (member, index) in self._plan.owner.items()}
-        for left, right, result in self._plan.additions:
-            known[result] = known[left] + known[right]
-        root = known[self._plan.root]
+        registers = [received[index, member] for member in range(members) for index in range(len(partials))]
+        for left, right, _ in self._plan.additions:
+            registers.append(registers[left] + registers[right])
+        root = registers[self._plan.root]
         return jax.lax.all_gather(root, AXIS, tiled=True)[None, :size]

@@ -18,9 +18,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     state = distributed.global_state
     state.coordinator_address, state.process_id, state.num_processes = address, node, num_nodes
-    state.client = client = _jax.get_distributed_runtime_client(
-        address, node, init_timeout=60, heartbeat_timeout=60
-    )
+    state.client = client = _jax.get_distributed_runtime_client(address, node, init_timeout=60, heartbeat_timeout=60)
     client.connect()
     local = ",".join(str(device.id) for device in jax.local_devices())
     print("devices", len(jax.devices()), local, flush=True)

@@ -23,9 +23,9 @@ property_test = settings(derandomize=True, deadline=None, max_examples=40)
 def hard_to_add(seed: int, num_shards: int) -> np.ndarray:
     """float32[num_shards, 64]: many magnitudes and signs, a third of the values from the special ones."""
     random = np.random.default_rng(seed)
-    values = (
-        random.standard_normal((num_shards, 64)) * 10.0 ** random.integers(-30, 30, (num_shards, 64))
-    ).astype(np.float32)
+    values = (random.standard_normal((num_shards, 64)) * 10.0 ** random.integers(-30, 30, (num_shards, 64))).astype(
+        np.float32
+    )
     special = random.random(values.shape) < 1 / 3
     values[special] = random.choice(SPECIAL[:-2], special.sum())
     values[:, :8] = -0.0
@@ -48,9 +48,7 @@ def test_the_sum_has_the_same_bits_for_every_number_of_members(num_shards: int) 
             tables = np.full((num_members, plan.slots_per_member, 64), 12345.678, np.float32)
             for node, (rank, index) in plan.owner.items():
                 tables[rank, index] = fold(node, leaves.__getitem__, operator.add)
-            np.testing.assert_array_equal(
-                bits(evaluate(plan, tables)), bits(canonical), err_msg=str(num_members)
-            )
+            np.testing.assert_array_equal(bits(evaluate(plan, tables)), bits(canonical), err_msg=str(num_members))
 
 
 def test_the_tree_matters() -> None:
@@ -154,9 +152,7 @@ def test_fold_asks_for_leaves_in_order_and_holds_few() -> None:
 
 
 def test_more_members_than_shards_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"9 members cannot share 8 shards.*raise `shards` or start fewer workers"
-    ):
+    with pytest.raises(ValueError, match=r"9 members cannot share 8 shards.*raise `shards` or start fewer workers"):
         finish(8, 9)
     with pytest.raises(ValueError, match="rank 3"):
         run_of(8, 3, 3)

@@ -137,9 +137,7 @@ def test_spans_name_every_position(num_samples: int, batch_size: int, seed: int,
         for i in range(span.count)
     ]
     assert positions == list(range(first_sample, first_sample + batch_size))
-    assert all(
-        0 <= span.first < span.first + span.count <= num_samples for span in sampler.spans(first_sample)
-    )
+    assert all(0 <= span.first < span.first + span.count <= num_samples for span in sampler.spans(first_sample))
 
 
 def test_a_million_million_samples_take_no_memory() -> None:

@@ -57,9 +57,7 @@ def test_a_batch_with_the_wrong_number_of_rows_is_an_error():
         def batch(self, ids: np.ndarray) -> dict[str, np.ndarray]:
             return super().batch(ids[1:])
 
-    with pytest.raises(
-        DataError, match=r"Short.batch, entry 'x': asked for 3 samples \(first id 4\), got shape \[2\]"
-    ):
+    with pytest.raises(DataError, match=r"Short.batch, entry 'x': asked for 3 samples \(first id 4\), got shape \[2\]"):
         read(Short(x=np.arange(9)), [4, 5, 6])
 
 

@@ -55,9 +55,7 @@ def test_cut_off_messages_are_refused(cut: bytes) -> None:
 def device(ordinal: int, name: bytes) -> Field:
     # A device of ordinal 0 has no ordinal field: protobuf leaves zeros out.
     ordinals = [Field(1, VARINT, ordinal)] if ordinal else []
-    return Field(
-        3, BYTES, encode([*ordinals, Field(2, BYTES, name), Field(4, VARINT, 77), Field(5, VARINT, 9)])
-    )
+    return Field(3, BYTES, encode([*ordinals, Field(2, BYTES, name), Field(4, VARINT, 77), Field(5, VARINT, 9)]))
 
 
 @pytest.mark.parametrize("device_id, expected", [(cpu_device_id, [6144, 6145]), (gpu_device_id, [6, 7])])
