@@ -75,7 +75,7 @@ class Healer:
             jax.jit(join).lower(*[self._shape(leaf.shape, leaf.dtype) for leaf in leaves]).compile(),
             jax.jit(take).lower(data, start).compile(),
             jax.jit(place, donate_argnums=0).lower(data, stripe, start).compile(),
-            jax.jit(split, donate_argnums=0).lower(data).compile(),
+            jax.jit(split).lower(data).compile(),
         )
 
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,76 @@
+"""Who donates and who receives, over thousands of groups."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_train.membership.reconcile import Standing, agree, pack, unpack
+
+words = st.integers(0, 2**32 - 1)
+standings = st.lists(
+    st.builds(
+        Standing,
+        step=st.integers(0, 3),
+        samples=st.integers(0, 2),
+        fingerprint=st.tuples(st.integers(0, 2), st.just(0)),
+        layout=st.tuples(st.sampled_from([0, 0, 0, 1]), st.just(0)),
+        has_state=st.booleans(),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=3000)
+@given(standings)
+def test_everybody_is_a_donor_a_receiver_refused_or_already_equal(group):
+    result = agree(group)
+    donors, receivers, refused = set(result.donors), set(result.receivers), set(result.refused)
+    assert donors and not donors & receivers and not donors & refused and not receivers & refused
+    donor = group[result.donors[0]]
+    for rank, standing in enumerate(group):
+        equal = standing[:3] == donor[:3]
+        if rank in donors:
+            assert equal
+        if rank in receivers:
+            assert not equal
+        if rank in refused:
+            assert standing.layout != donor.layout
+        if rank not in donors | receivers | refused:
+            assert equal and standing.layout == donor.layout
+
+
+@settings(derandomize=True, deadline=None, max_examples=3000)
+@given(standings)
+def test_a_joiner_never_donates_to_a_member_that_holds_state(group):
+    result = agree(group)
+    holders = [standing for standing in group if standing.has_state]
+    assert result.fresh == (not holders)
+    if holders:
+        assert all(group[rank].has_state for rank in result.donors)
+        same_layout = [s.step for s in holders if s.layout == group[result.donors[0]].layout]
+        assert group[result.donors[0]].step == max(same_layout)
+
+
+@settings(derandomize=True, deadline=None, max_examples=2000)
+@given(standings)
+def test_after_the_transfer_all_agree(group):
+    result = agree(group)
+    donor = group[result.donors[0]]
+    healed = [
+        standing._replace(step=donor.step, samples=donor.samples, fingerprint=donor.fingerprint, has_state=True)
+        if rank in result.receivers
+        else standing
+        for rank, standing in enumerate(group)
+        if rank not in result.refused
+    ]
+    again = agree(healed)
+    assert again.receivers == () and again.refused == () and not again.disputed
+
+
+@settings(derandomize=True, deadline=None, max_examples=500)
+@given(st.integers(0, 2**62), words, words, words, words, st.booleans())
+def test_standing_survives_the_wire(samples, a, b, c, d, has_state):
+    standing = Standing(5, samples, (a, b), (c, d), has_state)
+    row = pack(standing)
+    assert all(-(2**31) <= word < 2**31 for word in row)
+    assert unpack(5, (a, b), row) == standing

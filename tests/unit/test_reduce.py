@@ -1,0 +1,54 @@
+"""The exchange computes the canonical tree bit for bit, whatever the number of members."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from elastic_train.membership.group import VOTE_SIZE, Vote
+from elastic_train.step.plan import Node, finish, fold, partials, run_of
+from elastic_train.step.reduce import Exchange, Gather, Meeting
+
+SIZE = 1003
+
+
+def shard_values(num_shards: int) -> np.ndarray:
+    """float32[num_shards, SIZE] whose sum depends on the order of additions, minus zeros included."""
+    generator = np.random.default_rng(num_shards)
+    values = generator.standard_normal((num_shards, SIZE)) * 10.0 ** generator.integers(-6, 7, (num_shards, SIZE))
+    values[:, :10] = -0.0
+    return values.astype(np.float32)
+
+
+def subtree(values: np.ndarray, node: Node) -> np.ndarray:
+    return fold(node, lambda shard: values[shard], np.add)
+
+
+def stacked(rows: list, sharding) -> jax.Array:
+    return jax.device_put(np.stack(rows), sharding)
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_shards", [5, 8])
+def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards):
+    values = shard_values(num_shards)
+    meeting = Meeting(jax.devices()[:num_members], jax.devices()[0])
+    plan = finish(num_shards, num_members)
+    specs = (jax.ShapeDtypeStruct((1, SIZE), jnp.float32),)
+    exchange = Exchange(meeting, plan, specs, VOTE_SIZE)
+    table = np.full((plan.slots_per_member, num_members, SIZE), np.nan, np.float32)  # padding must never count
+    for rank in range(num_members):
+        run = run_of(num_shards, num_members, rank)
+        for index, node in enumerate(partials(run.start, run.stop, num_shards)):
+            table[index, rank] = subtree(values, node)
+    votes = np.array([Vote(step=rank).pack() for rank in range(num_members)], np.int32)
+    held = tuple((jax.device_put(part, meeting._split),) for part in table)
+    (total,), rows = exchange._program(held, jax.device_put(votes, meeting._split))
+    expected = subtree(values, Node(0, num_shards))
+    assert np.asarray(total)[0].tobytes() == expected.tobytes()
+    np.testing.assert_array_equal(np.asarray(rows), votes)
+
+
+def test_gather_of_one_member_returns_its_row():
+    meeting = Meeting(jax.devices()[:1], jax.devices()[0])
+    assert Gather(meeting, 4)([1, -2, 3, 2**31 - 1]).tolist() == [[1, -2, 3, 2**31 - 1]]
