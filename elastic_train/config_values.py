@@ -113,7 +113,7 @@ _SCALARS: dict[Any, tuple[str, str]] = {
 }
 
 
-def _read_scalar(annotation: Any, value: object, is_text: bool) -> Any:
+def _read_scalar(annotation: Any, value: Any, is_text: bool) -> Any:
     if annotation is str and isinstance(value, str):
         return value
     if annotation is bool and is_text and value in ("true", "false"):
@@ -124,7 +124,7 @@ def _read_scalar(annotation: Any, value: object, is_text: bool) -> Any:
         return value
     try:
         if annotation is float and type(value) in (int, float):
-            return float(value)  # type: ignore[arg-type]
+            return float(value)
         if annotation in (int, float) and is_text:
             return annotation(value)
     except (ValueError, OverflowError) as error:

@@ -149,33 +149,32 @@ class _TerminalSurface:
 
     def __init__(self, stream: TextIO, total_steps: int, first_step: int) -> None:
         # Imported late: only a terminal needs it, and it takes a tenth of a second.
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-        from rich.table import Column
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+        from rich.text import Text
 
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-            TimeRemainingColumn(),
-            console=Console(file=stream, force_terminal=True),
-            refresh_per_second=5,
-            expand=True,
-        )
-        self._task = self._progress.add_task("starting", total=total_steps, completed=first_step)
+        console = Console(file=stream, force_terminal=True)
+        columns = (BarColumn(bar_width=None), TaskProgressColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=console, auto_refresh=False, expand=True)
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+        self._line = Text("starting", no_wrap=True, overflow="ellipsis")
+        self._live = Live(Group(self._progress, self._line), console=console, refresh_per_second=5)
 
     def start(self) -> None:
-        self._progress.start()
+        self._live.start()
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text, markup=False, highlight=False)
 
     def show(self, step: int, line: Callable[[], str], members_changed: bool) -> None:
-        self._progress.update(self._task, completed=step, description=line(), refresh=members_changed)
+        self._progress.update(self._task, completed=step)
+        self._line.plain = line()
+        if members_changed:
+            self._live.refresh()
 
     def stop(self, line: Callable[[], str]) -> None:
-        self._progress.update(self._task, description=line())
-        self._progress.stop()
+        self._live.stop()
 
 
 def _short(number: float) -> str:

@@ -145,7 +145,7 @@ class RunDirectory:
         """Writes the resolved config."""
         write_atomically(self.path / "config.toml", toml, 0o644)
 
-    def event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         """Appends a line to events.jsonl, flushes it and returns it. A field `time` replaces the clock's."""
         line = {"time": self._clock(), "event": name, **fields}
         with self._lock:

@@ -28,7 +28,7 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
       run_dir: named as the place of logs and metrics.
     """
     lines = [
-        _line("status", _STATUS.get(summary["status"], summary["status"])),
+        _line("status", _STATUS.get(summary["status"]) or str(summary["status"])),
         _line("steps", f"{summary['step']} ({_count(summary['samples'])} samples)"),
     ]
     if summary["final_loss"] is not None:
