@@ -23,7 +23,8 @@ class FaultConfig:
       max_restarts: how often one slot is started again before it is given up; the count starts anew once
         the worker has taken part in `forgive_after_steps` steps.
       forgive_after_steps: see `max_restarts`.
-      first_backoff_s: wait before the second restart in a row; the first is immediate, each further wait doubles.
+      first_backoff_s: wait before the second restart in a row; the first is immediate, each further
+        wait doubles.
       max_backoff_s: upper limit of that wait.
       max_step_failures: how often user code may raise at one step on one worker before the worker leaves
         (or the job ends, if it raised on all workers).
@@ -31,7 +32,8 @@ class FaultConfig:
       start_grace_s: how long the first group waits for the remaining slots once `min_workers` are ready.
       floor_timeout_s: how long a job below `min_workers` waits before it gives up.
       doubt_timeout_s: how long a member whose exchange failed waits for news of a death.
-      keepalive_s: a worker whose control connection does not answer for about twice this long is declared dead.
+      keepalive_s: a worker whose control connection does not answer for about twice this long is declared
+        dead.
       jax_heartbeat_timeout_s: JAX's own failure detection, the net below ours.
     """
 

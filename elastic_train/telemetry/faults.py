@@ -1,0 +1,239 @@
+"""What each fault and each rejoin cost, read from the events of a job. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Event = Mapping[str, Any]
+
+# Each pair: what members report, and what the coordinator notes of its own.
+VIEWS = frozenset({"view", "view_changed"})
+USER_ERRORS = frozenset({"user_error", "user_code_failed"})
+ENDS = frozenset({"job_ended", "end"})
+
+
+def moment(event: Event) -> float:
+    """When it happened, in Unix time: by the clock of who saw it, else the time of the note."""
+    return event.get("reported_time") or event["time"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. Times are seconds; None where the job ended before the value was known.
+
+    Attributes:
+      kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed) or
+        "raised" (user code raised, the step was tried again, nobody died).
+      slot: whose.
+      step: the last step that is known of that worker.
+      began: Unix time at which the agent saw the exit, or the raise was noted.
+      detect_s: from `began` until the members were told.
+      rebuild_s: until the next members' programs were compiled and connected.
+      heal_s: until all of them had the state.
+      ended: Unix time of the next committed step. For a worker that was no member it equals `began`: no step
+        had to wait.
+    """
+
+    kind: str
+    slot: int
+    step: int | None
+    began: float
+    detect_s: float | None = None
+    rebuild_s: float | None = None
+    heal_s: float | None = None
+    ended: float | None = None
+
+    @property
+    def total_s(self) -> float | None:
+        return None if self.ended is None else max(0.0, self.ended - self.began)
+
+    def as_json(self) -> dict[str, Any]:
+        """As in summary.json."""
+        times = {"detect_s": self.detect_s, "rebuild_s": self.rebuild_s, "heal_s": self.heal_s}
+        return {"kind": self.kind, "slot": self.slot, "step": self.step, **times, "total_s": self.total_s}
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """A worker that became a member of a running group.
+
+    Attributes:
+      slot: whose.
+      step: the first step that was committed with it.
+      stall_s: how long the others waited: from the change of the view to the next committed step, less one
+        median step, which would have been taken anyway.
+      start_to_member_s: from the start of its process to that step.
+      ended: Unix time of that step.
+    """
+
+    slot: int
+    step: int | None
+    stall_s: float
+    start_to_member_s: float | None
+    ended: float
+
+    def as_json(self) -> dict[str, Any]:
+        """As in summary.json."""
+        times = {"stall_s": self.stall_s, "start_to_member_s": self.start_to_member_s}
+        return {"slot": self.slot, "step": self.step, **times}
+
+
+def find_faults(events: Sequence[Event], commits: Sequence[Event] = ()) -> list[Fault]:
+    """All faults, in the order of the events.
+
+    A death is settled by the first recovery of the epoch in which the slot was missing, or of a later one, if
+    that epoch never committed a step. Workers that end because the job ends are no faults.
+
+    Args:
+      events: lines of events.jsonl.
+      commits: lines of metrics.jsonl; they give a retried step its cost.
+    """
+    departures = _departures(events)
+    finished: set[tuple[int, int]] = set()
+    silenced: set[tuple[int, int]] = set()
+    deaths: dict[int, list[int]] = {}
+    for index, event in enumerate(events):
+        if event["event"] == "worker_died":
+            deaths.setdefault(event["slot"], []).append(index)
+    faults = []
+    for index, event in enumerate(events):
+        name = event["event"]
+        if name in ENDS:
+            break
+        if name == "worker_finished":
+            finished.add(_worker(event))
+        elif name == "worker_killed":
+            silenced.add(_worker(event))
+        elif name in USER_ERRORS and not event.get("fatal") and not event.get("startup"):
+            faults.append(_raised(event, commits))
+        elif name == "worker_died":
+            is_member = event.get("state", "member") == "member"
+            # Once a member has finished, the others are told to end.
+            if _worker(event) in finished or (finished and not is_member):
+                continue
+            kind = "stopped" if _worker(event) in silenced else _kind(event)
+            departure = _claim(departures, event["slot"], index, deaths[event["slot"]])
+            faults.append(_death(events, index, kind, departure, is_member))
+    return faults
+
+
+def find_rejoins(events: Sequence[Event], step_time_s: float | None) -> list[Rejoin]:
+    """All admissions to a running group. `step_time_s` is the median step time."""
+    started: dict[int, float] = {}
+    changed: dict[int, float] = {}
+    rejoins = []
+    for event in events:
+        if event["event"] == "worker_started":
+            started[event["slot"]] = event["time"]
+        elif event["event"] in VIEWS:
+            changed.setdefault(event["epoch"], moment(event))
+        elif event["event"] == "recovered" and event.get("kind") == "admission":
+            ended = event["time"]
+            waited = (event.get("rebuild_s") or 0.0) + (event.get("heal_s") or 0.0)
+            if event["epoch"] in changed:
+                waited = max(0.0, ended - changed[event["epoch"]] - (step_time_s or 0.0))
+            for slot in event["came"]:
+                to_member = ended - started[slot] if slot in started else None
+                rejoins.append(Rejoin(slot, event.get("step"), waited, to_member, ended))
+    return rejoins
+
+
+def time_lost(faults: Sequence[Fault], rejoins: Sequence[Rejoin]) -> float:
+    """Seconds in which no step was taken because of a fault or a rejoin; what overlaps counts once."""
+    spans = [(fault.began, fault.ended) for fault in faults if fault.ended is not None]
+    spans += [(rejoin.ended - rejoin.stall_s, rejoin.ended) for rejoin in rejoins]
+    total, reached = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, reached))
+        reached = max(reached, ended)
+    return total
+
+
+@dataclass
+class _Departure:
+    """A change of the view that left a slot out."""
+
+    index: int
+    slot: int
+    epoch: int
+    time: float
+    claimed: bool = False
+
+
+def _departures(events: Sequence[Event]) -> list[_Departure]:
+    found: dict[tuple[int, int], _Departure] = {}
+    newest, members = -1, frozenset[int]()
+    for index, event in enumerate(events):
+        if event["event"] not in VIEWS and event["event"] != "recovered":
+            continue
+        gone = set(event.get("gone", ()))
+        if event["event"] in VIEWS and event["epoch"] > newest:
+            gone |= members - set(event["members"])
+            newest, members = event["epoch"], frozenset(event["members"])
+        for slot in sorted(gone):
+            found.setdefault((slot, event["epoch"]), _Departure(index, slot, event["epoch"], moment(event)))
+    return list(found.values())
+
+
+def _claim(
+    departures: Sequence[_Departure], slot: int, index: int, deaths: Sequence[int]
+) -> _Departure | None:
+    """The departure that belongs to the death of `slot` at `index`, one of its `deaths`.
+
+    It lies between the slot's death before and the one after: before this death, if the worker left by
+    agreement and ended later; after it otherwise.
+    """
+    before = max((death for death in deaths if death < index), default=-1)
+    after = min((death for death in deaths if death > index), default=None)
+    for departure in departures:
+        fits = before < departure.index and (after is None or departure.index < after)
+        if departure.slot == slot and fits and not departure.claimed:
+            departure.claimed = True
+            return departure
+    return None
+
+
+def _death(
+    events: Sequence[Event], index: int, kind: str, departure: _Departure | None, is_member: bool
+) -> Fault:
+    event = events[index]
+    slot, step, began = event["slot"], event.get("step"), moment(event)
+    told = (moment(e) for e in events if e["event"] == "abort_sent" and e.get("node") == event.get("node"))
+    detected = next(told, None)
+    detect_s = None if detected is None else max(0.0, detected - began)
+    if departure is None and not is_member:
+        return Fault(kind, slot, step, began, detect_s, 0.0, 0.0, began)
+    if departure and departure.index < index:
+        began, detect_s = min(began, departure.time), 0.0
+    for number, recovery in enumerate(events):
+        if recovery["event"] != "recovered":
+            continue
+        if departure:
+            settles = recovery["epoch"] >= departure.epoch
+        else:  # nobody was left to change the view
+            settles = number > index and recovery.get("kind") == "formed"
+        if settles:
+            rebuild_s, heal_s = recovery.get("rebuild_s"), recovery.get("heal_s")
+            return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, recovery["time"])
+    return Fault(kind, slot, step, began, detect_s)
+
+
+def _raised(event: Event, commits: Sequence[Event]) -> Fault:
+    """The cost of a retry is the time to the commit of the step that failed, if that commit was logged."""
+    step, began = event.get("step"), moment(event)
+    times = [commit["time"] for commit in commits if step is not None and commit["step"] in (step, step + 1)]
+    # The note may arrive after the commit of the retry.
+    ended = next((time for time in times if time >= began), max(times[-1], began) if times else None)
+    return Fault("raised", event["slot"], step, began, 0.0, 0.0, 0.0, ended)
+
+
+def _kind(event: Event) -> str:
+    exit_code = event.get("exit_code")
+    # No exit code: its agent is gone, and has taken the worker with it.
+    return "killed" if event.get("signal") or exit_code is None or exit_code < 0 else "exited"
+
+
+def _worker(event: Event) -> tuple[int, int]:
+    return event["slot"], event.get("incarnation", 0)

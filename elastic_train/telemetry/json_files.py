@@ -1,0 +1,60 @@
+"""JSON in files: whole files that appear at once, and files of one object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import UsageError
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a `.jsonl` file; none if it does not exist. A last line that was cut off is left out.
+
+    Raises:
+      UsageError: another line is no JSON object.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    objects = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            objects.append(json.loads(line))
+        except ValueError as error:
+            raise UsageError(f"{path}, line {number}: not JSON: {error}; the file was changed") from error
+    return objects
+
+
+def write_atomically(path: Path, text: str, mode: int) -> None:
+    """Writes `text` with these permissions. A reader finds the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, mode)  # whatever the umask says
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
+    temporary.rename(path)
+
+
+def dump(value: object, indent: int | None = None) -> str:
+    """`value` as JSON. Numbers that are not finite become null: JSON has no word for them."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,334 @@
+"""The run directory: job.json, config, events, metrics, ledger, summary. One process writes it.
+
+Every line of the `.jsonl` files is one JSON object; numbers that are not finite are written as null. A reader
+may find a last line cut off: the writer was killed.
+
+A *record* describes one committed step. Members send it as JSON:
+
+| field | meaning |
+|---|---|
+| `step`, `samples` | optimizer updates and samples consumed, after this step |
+| `loss`, `learning_rate` | of this step |
+| `workers` | slots of the members that committed it |
+| `epoch` | version of the member list |
+| `time`, `step_time_s` | Unix time of the commit; seconds the step took |
+| `first_sample`, `num_samples` | position of its first sample since the start of training; how many |
+| `passes` | list of [pass, first position in that pass, count]: which part of which pass over the data |
+| `eval` | optional: metrics of an evaluation made after this step |
+| `recovered` | optional, on an epoch's first record: fields of the event `recovered` |
+| any other | a metric of the user's |
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import UsageError
+from elastic_train.telemetry.faults import USER_ERRORS, VIEWS, find_faults, find_rejoins, time_lost
+from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
+from elastic_train.telemetry.summary import summarize
+
+FLUSH_INTERVAL_S = 0.1
+"""Metrics and ledger reach the kernel this long after a commit at the latest."""
+
+IDLE_INTERVAL_S = 5.0
+"""How long the flushing thread sleeps at most while nothing is committed."""
+
+MAX_HELD = 1024
+"""How many records wait for a missing one before it is given up."""
+
+_LEDGER_ONLY = frozenset({"first_sample", "num_samples", "passes", "recovered"})
+# What the time lost so far is computed from.
+_COSTLY = (
+    VIEWS
+    | USER_ERRORS
+    | {"worker_started", "worker_killed", "worker_died", "worker_finished", "abort_sent", "recovered"}
+)
+
+
+def is_run_directory(path: Path) -> bool:
+    """Whether `path` holds a run: finished, running or broken off."""
+    return (path / "job.json").is_file() or _has_content(path / "ledger.jsonl")
+
+
+def prepare_run_directory(path: Path) -> None:
+    """Creates `path` and checks that a new run can be written there. Leaves no trace but the directory.
+
+    Raises:
+      UsageError: it holds a run, is a file, or cannot be written.
+    """
+    if is_run_directory(path):
+        raise UsageError(f"{path} holds a run already; give another --run-dir, or remove that directory")
+    probe = path / f".probe-{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+class RunDirectory:
+    """Writes one job's run directory. All methods may be called from any thread.
+
+    Args:
+      path: the directory; see `prepare_run_directory` for what it may hold.
+      log_every: steps between two lines of metrics.jsonl. The first and the last step and every step with
+        an evaluation are logged besides.
+      first_step: the step that training starts from; a resumed run passes its checkpoint's.
+      clock: gives the Unix time of events that bring none.
+
+    Raises:
+      UsageError: as `prepare_run_directory`, or another process is writing here.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        log_every: int = 1,
+        first_step: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        prepare_run_directory(path)
+        self.path = path
+        self._log_every = log_every
+        self._clock = clock
+        self._lock = threading.RLock()
+        try:
+            (path / "logs").mkdir(exist_ok=True)
+            with ExitStack() as opened:
+                names = ("events", "metrics", "ledger")
+                self._events, self._metrics, self._ledger = (
+                    opened.enter_context((path / f"{name}.jsonl").open("a", encoding="utf-8"))
+                    for name in names
+                )
+                fcntl.flock(self._events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._files = opened.pop_all()
+        except BlockingIOError as error:
+            message = f"another job is writing to {path}; give another --run-dir, or stop that job"
+            raise UsageError(message) from error
+        except OSError as error:
+            raise _unusable(path, error) from error
+        self._step = first_step
+        self._epoch = -1
+        self._flushed_step = first_step
+        self._held: dict[int, Mapping[str, Any]] = {}
+        self._unlogged: Mapping[str, Any] | None = None
+        self._has_logged = False
+        self._recovered: set[int] = set()
+        self._costly_events: list[dict[str, Any]] = []
+        self._time_lost_s = 0.0
+        self._dirty = threading.Event()
+        self._closing = threading.Event()
+        self._failure: OSError | None = None
+        self._flusher = threading.Thread(target=self._flush_regularly, name="run-directory", daemon=True)
+        self._flusher.start()
+
+    def write_job(self, job: Mapping[str, Any]) -> None:
+        """Writes job.json: from now on this is a run directory. `job` holds at least `address` (of the
+        coordinator, None without one), `versions`, `start_time`, `recipe`, `workers` and `pid`."""
+        write_atomically(self.path / "job.json", dump(job, indent=2) + "\n", 0o644)
+
+    def write_secret(self, secret: str) -> None:
+        """Writes what a caller of the coordinator must know, readable by this user only."""
+        write_atomically(self.path / "secret", secret, 0o600)
+
+    def write_config(self, toml: str) -> None:
+        """Writes the resolved config."""
+        write_atomically(self.path / "config.toml", toml, 0o644)
+
+    def event(self, name: str, /, **fields: Any) -> dict[str, Any]:
+        """Appends a line to events.jsonl, flushes it and returns it. A field `time` replaces the clock's."""
+        line = {"time": self._clock(), "event": name, **fields}
+        with self._lock:
+            self._check()
+            self._events.write(dump(line) + "\n")
+            self._events.flush()
+            if name in _COSTLY:
+                self._costly_events.append({key: value for key, value in line.items() if key != "traceback"})
+            if name == "recovered":
+                rejoins = find_rejoins(self._costly_events, None)
+                self._time_lost_s = time_lost(find_faults(self._costly_events), rejoins)
+        return line
+
+    def commit(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Takes the record of one committed step (see above).
+
+        Steps are written in order and once. A step that was written before is ignored: two members may send
+        the same record. A step that comes too early is held back until the missing ones arrive; when
+        `MAX_HELD` wait, the missing ones are given up with an event `ledger_gap`. Steps that come again in a
+        newer epoch were lost and trained again: they are not written twice, but noted as `steps_repeated`.
+
+        A line of the ledger whose batch crosses from one pass into the next has the pass of its first sample
+        as `pass`, and in `crosses` all parts as [pass, first position, count]. Other lines have no `crosses`.
+
+        Returns:
+          The records written by this call, in order.
+        """
+        with self._lock:
+            self._check()
+            recovered = record.get("recovered")
+            if recovered and recovered["epoch"] not in self._recovered:
+                self._recovered.add(recovered["epoch"])
+                self.event("recovered", **{**recovered, "step": record["step"]})
+            if record["step"] <= self._step:
+                self._note_repeat(record)
+                return []
+            self._held.setdefault(record["step"], record)
+            written = self._write_held()
+            if len(self._held) > MAX_HELD:
+                written += self.skip_gap()
+            if written:
+                self._dirty.set()
+            return written
+
+    @property
+    def gap(self) -> tuple[int, int] | None:
+        """The first and the last step missing before the oldest record held back; None if none is."""
+        with self._lock:
+            return (self._step + 1, min(self._held) - 1) if self._held else None
+
+    def skip_gap(self) -> list[Mapping[str, Any]]:
+        """Gives the missing steps up, with an event `ledger_gap`. Returns the records this let through."""
+        with self._lock:
+            if not self._held:
+                return []
+            first, last = self._step + 1, min(self._held) - 1
+            self.event("ledger_gap", first_step=first, last_step=last)
+            self._step = last
+            self._dirty.set()
+            return self._write_held()
+
+    @property
+    def flushed_step(self) -> int:
+        """All steps up to this one are written and will survive the end of this process."""
+        with self._lock:
+            return self._flushed_step
+
+    @property
+    def time_lost_s(self) -> float:
+        """Seconds lost to faults and rejoins so far; brought up to date at each recovery."""
+        with self._lock:
+            return self._time_lost_s
+
+    def flush(self) -> None:
+        """Hands all lines to the kernel now."""
+        with self._lock:
+            self._check()
+            self._dirty.clear()
+            self._ledger.flush()
+            self._metrics.flush()
+            self._flushed_step = self._step
+
+    def summary(self, end: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes summary.json and returns its content. `end`: see `summarize`; `time` defaults to now.
+
+        No step is committed afterwards.
+        """
+        with self._lock:
+            self._finish_lines()
+            events, commits = (read_lines(self.path / f"{name}.jsonl") for name in ("events", "metrics"))
+            summary = summarize(events, commits, {"time": self._clock(), **end})
+            write_atomically(self.path / "summary.json", dump(summary, indent=2) + "\n", 0o644)
+        return summary
+
+    def close(self) -> None:
+        """Writes what is still held back and closes the files. Does nothing the second time."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            try:
+                self._finish_lines()
+            finally:
+                self._closing.set()
+                self._dirty.set()
+                self._files.close()
+        self._flusher.join(timeout=10)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _finish_lines(self) -> None:
+        while self._held:
+            self.skip_gap()
+        if self._unlogged is not None:
+            self._log(self._unlogged)
+        self.flush()
+
+    def _write_held(self) -> list[Mapping[str, Any]]:
+        written = []
+        while self._step + 1 in self._held:
+            record = self._held.pop(self._step + 1)
+            self._write(record)
+            written.append(record)
+        return written
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._step, self._epoch = record["step"], record["epoch"]
+        passes = record["passes"]
+        line = {
+            "step": record["step"],
+            "pass": passes[0][0],
+            "first_sample": record["first_sample"],
+            "num_samples": record["num_samples"],
+            "workers": record["workers"],
+        }
+        if len(passes) > 1:
+            line["crosses"] = passes
+        self._ledger.write(dump(line) + "\n")
+        self._unlogged = record
+        if not self._has_logged or record["step"] % self._log_every == 0 or record.get("eval"):
+            self._log(record)
+
+    def _log(self, record: Mapping[str, Any]) -> None:
+        line = {key: value for key, value in record.items() if key not in _LEDGER_ONLY}
+        self._metrics.write(dump(line) + "\n")
+        self._unlogged, self._has_logged = None, True
+
+    def _note_repeat(self, record: Mapping[str, Any]) -> None:
+        if record["epoch"] > self._epoch >= 0:
+            self.event(
+                "steps_repeated", first_step=record["step"], last_step=self._step, epoch=record["epoch"]
+            )
+            self._epoch = record["epoch"]
+
+    def _flush_regularly(self) -> None:
+        while not self._closing.is_set():
+            if not self._dirty.wait(IDLE_INTERVAL_S):
+                continue
+            if self._closing.wait(FLUSH_INTERVAL_S):
+                return
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                try:
+                    self.flush()
+                except OSError as error:
+                    self._failure = error  # raised by the next call: this thread has no caller
+                    return
+
+    def _check(self) -> None:
+        if self._failure:
+            raise self._failure
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _unusable(path: Path, error: OSError) -> UsageError:
+    reason = "it is a file" if path.is_file() else error.strerror or str(error)
+    return UsageError(
+        f"cannot write the run directory {path}: {reason}; give a --run-dir that can be written"
+    )

@@ -1,0 +1,122 @@
+"""What a person reads when a job has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_STATUS = {
+    "done": "done",
+    "stopped": "stopped on request, after a commit",
+    "failed": "failed",
+    "gave_up": "gave up",
+}
+_KINDS = {
+    "killed": "was killed",
+    "exited": "exited",
+    "stopped": "did not answer and was killed",
+    "raised": "raised an exception",
+}
+
+
+def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
+    """The summary of a job in words, over several lines, without a newline at the end.
+
+    Args:
+      summary: the content of summary.json.
+      run_dir: named as the place of logs and metrics.
+    """
+    lines = [
+        _line("status", _STATUS.get(summary["status"]) or str(summary["status"])),
+        _line("steps", f"{summary['step']} ({_count(summary['samples'])} samples)"),
+    ]
+    if summary["final_loss"] is not None:
+        lines.append(_line("loss", f"{summary['final_loss']:.6g}"))
+    if summary["metrics"]:
+        values = ", ".join(f"{name} {_value(value)}" for name, value in summary["metrics"].items())
+        lines.append(_line("evaluation", values))
+    if summary["step_time_s"] is not None:
+        lines.append(_line("step time", f"{_seconds(summary['step_time_s'])} (median)"))
+    total = f"{_seconds(summary['wall_s'])} in total"
+    if summary["goodput"] is not None:
+        total += f"; {summary['goodput']:.1%} of the time between first and last step went into steps"
+    lines.append(_line("time", total))
+    lines += _faults(summary["faults"])
+    lines += _rejoins(summary["rejoins"])
+    lines.append(_line("lost", _lost(summary)))
+    if summary["params_sha256"]:
+        state = f", state {summary['state_sha256'][:12]}" if summary["state_sha256"] else ""
+        lines.append(_line("digests", f"parameters {summary['params_sha256'][:12]}{state}"))
+    lines.append(_line("files", f"{run_dir} (workers' output in {run_dir / 'logs'})"))
+    if summary["message"] and summary["status"] != "done":
+        lines += ["", summary["message"].rstrip()]
+    return "\n".join(lines)
+
+
+def _faults(faults: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not faults:
+        return [_line("faults", "none")]
+    lines = []
+    for fault in faults:
+        # The step is the last one the worker is known to have completed.
+        place = "" if fault["step"] is None else f" after step {fault['step']}"
+        lines.append(_line("fault", f"worker {fault['slot']} {_KINDS[fault['kind']]}{place}: {_cost(fault)}"))
+    return lines
+
+
+def _cost(fault: Mapping[str, Any]) -> str:
+    if fault["kind"] == "raised":
+        cost = "" if fault["total_s"] is None else f", {_seconds(fault['total_s'])} until it committed"
+        return f"the step was tried again{cost}"
+    if fault["total_s"] is None:
+        return "no step was committed afterwards"
+    if fault["total_s"] == 0:
+        return "no step had to wait"
+    parts = [
+        f"{name} {_seconds(fault[field])}"
+        for name, field in (("detect", "detect_s"), ("rebuild", "rebuild_s"), ("heal", "heal_s"))
+        if fault[field] is not None
+    ]
+    detail = f" ({', '.join(parts)})" if parts else ""
+    return f"{_seconds(fault['total_s'])} to the next step{detail}"
+
+
+def _rejoins(rejoins: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for rejoin in rejoins:
+        place = "" if rejoin["step"] is None else f" at step {rejoin['step']}"
+        text = f"worker {rejoin['slot']} joined{place}: the others waited {_seconds(rejoin['stall_s'])}"
+        if rejoin["start_to_member_s"] is not None:
+            text += f"; {_seconds(rejoin['start_to_member_s'])} from its start"
+        lines.append(_line("rejoin", text))
+    return lines
+
+
+def _lost(summary: Mapping[str, Any]) -> str:
+    if not summary["faults"] and not summary["rejoins"] and not summary["steps_lost"]:
+        return "nothing"
+    steps = summary["steps_lost"]
+    return f"{steps} {'step' if steps == 1 else 'steps'}; {_seconds(summary['time_lost_s'])} of time"
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<11} {text}"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,137 @@
+"""What the workers of a job are doing now: asked of its coordinator, or read from its run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_train.errors import UsageError
+from elastic_train.telemetry.faults import ENDS, VIEWS
+from elastic_train.telemetry.json_files import read_lines
+from elastic_train.telemetry.records import is_run_directory
+
+DEADLINE_S = 3.0
+"""How long the coordinator may take to answer."""
+
+
+def live_status(run_dir: Path) -> dict[str, Any]:
+    """The state of the job in `run_dir`: `generation`, `epoch`, `step` and `workers`, a list of `slot`,
+    `pid`, `host`, `incarnation`, `state` and `step`. `state` is starting, warming, ready, member or dead.
+
+    The coordinator is asked. If the job has ended, or nobody answers at its address, the files say what was
+    last known, with all workers dead. If it is there but does not answer in time, their last known states.
+
+    Raises:
+      UsageError: `run_dir` is no run directory, or belongs to another user.
+    """
+    if not is_run_directory(run_dir):
+        raise UsageError(
+            f"{run_dir} is no run directory: it has no job.json; give the --run-dir of an `elastic-train run`"
+        )
+    job = _read_job(run_dir)
+    if (run_dir / "summary.json").exists() or not job.get("address"):
+        return status_from_files(run_dir)
+    try:
+        secret = (run_dir / "secret").read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {run_dir / 'secret'}: {error.strerror}; only the user who started the job may ask"
+        ) from error
+    import grpc  # takes a fifth of a second; a job that has ended does not need it
+
+    from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+
+    with grpc.insecure_channel(job["address"], options=wire.channel_options(DEADLINE_S)) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        metadata = wire.secret_metadata(secret)
+        try:
+            reply = stub.Status(control_pb2.StatusRequest(), timeout=DEADLINE_S, metadata=metadata)
+        except grpc.RpcError as error:
+            # Another code than a missed deadline: nobody is at the address, or another program is.
+            is_slow = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+            return status_from_files(run_dir, is_alive=is_slow)
+    return json.loads(reply.json)
+
+
+def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any]:
+    """What events.jsonl and ledger.jsonl say, in the form of `live_status`.
+
+    Args:
+      run_dir: the run directory.
+      is_alive: the job is running; otherwise all workers are dead.
+    """
+    ledger = read_lines(run_dir / "ledger.jsonl")
+    status = replay(read_lines(run_dir / "events.jsonl"), ledger[-1]["step"] if ledger else 0)
+    status["generation"] = _read_job(run_dir).get("generation", 0)
+    if not is_alive:
+        for worker in status["workers"]:
+            worker["state"] = "dead"
+    return status
+
+
+def replay(events: Iterable[Mapping[str, Any]], step: int) -> dict[str, Any]:
+    """The state after `events`, in the form of `live_status`. `step` is the last committed one. Pure."""
+    workers: dict[int, dict[str, Any]] = {}
+    epoch = 0
+    for event in events:
+        name = event["event"]
+        if name in VIEWS and event["epoch"] > epoch:
+            epoch = event["epoch"]
+            for slot in set(event["members"]) & set(workers):
+                if workers[slot]["state"] != "dead":
+                    workers[slot]["state"] = "member"
+        elif name in ENDS:
+            for worker in workers.values():
+                worker["state"] = "dead"
+        if name not in _STATES:
+            continue
+        slot, incarnation = event["slot"], event.get("incarnation", 0)
+        worker = workers.get(slot)
+        if worker is None or incarnation > worker["incarnation"]:
+            worker = {"slot": slot, "pid": 0, "host": "", "incarnation": incarnation, "state": "", "step": 0}
+            workers[slot] = worker
+        if incarnation < worker["incarnation"]:
+            continue  # an old start of this slot
+        worker |= {key: event[key] for key in ("pid", "host") if key in event}
+        if name == "worker_died":
+            worker["step"] = event.get("step") or 0
+        if _ORDER.index(_STATES[name]) > _ORDER.index(worker["state"]):
+            worker["state"] = _STATES[name]
+    for worker in workers.values():
+        if worker["state"] == "member":
+            worker["step"] = step
+    ordered = [workers[slot] for slot in sorted(workers)]
+    return {"generation": 0, "epoch": epoch, "step": step, "workers": ordered}
+
+
+def format_status(status: Mapping[str, Any]) -> str:
+    """A table for people, without a newline at the end."""
+    head = f"step {status['step']}, epoch {status['epoch']}, generation {status['generation']}"
+    columns = ("slot", "state", "step", "incarnation", "pid", "host")
+    rows = [columns, *([str(worker[column]) for column in columns] for worker in status["workers"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([head, "", *(line.rstrip() for line in lines)])
+
+
+# Agent and worker report over streams of their own, so a state never goes back within one start of a worker.
+_ORDER = ("", "starting", "warming", "ready", "member", "dead")
+_STATES = {
+    "worker_starting": "starting",
+    "worker_started": "starting",
+    "worker_warming": "warming",
+    "worker_ready": "ready",
+    "worker_died": "dead",
+}
+
+
+def _read_job(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "job.json"
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}; the file was changed") from error

@@ -1,0 +1,289 @@
+"""Defaults, then a TOML file, then --set, then flags; and every mistake gets a message that helps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.config import Config, ConfigError, FaultConfig, require
+from elastic_train.config_files import config_digest, resolve, to_toml
+
+
+class Schedule(StrEnum):
+    COSINE = "cosine"
+    CONSTANT = "constant"
+
+
+class Level(Enum):
+    LOW = 1
+    HIGH = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decay:
+    rate: float = 0.1
+    at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowDecay(Decay):
+    wait: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig(Config):
+    learning_rate: float = 1e-3
+    widths: tuple[int, ...] = (64, 64)
+    kernel: tuple[int, float] = (3, 0.5)
+    names: tuple[str, ...] = ()
+    schedule: Schedule = Schedule.COSINE
+    level: Level = Level.LOW
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    bits: Literal[8, 16] = 8
+    nesterov: bool = False
+    text: str = ""
+    clip: float | None = None
+    note: str | None = None
+    decay: Decay = field(default_factory=SlowDecay)
+    warm: Decay | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.widths) > 0, "widths", self.widths, "give at least one width")
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def error_of(*arguments, **keywords) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(RecipeConfig, *arguments, **keywords)
+    return str(caught.value)
+
+
+def test_defaults():
+    assert resolve(RecipeConfig) == RecipeConfig()
+
+
+def test_later_sources_win(tmp_path):
+    file = write(
+        tmp_path, "steps = 5\nseed = 6\nbatch_size = 32\n[faults]\nkeepalive_s = 1\nmax_restarts = 2\n"
+    )
+    config = resolve(
+        RecipeConfig, file, ["seed=7", "steps=8", "faults.keepalive_s=2"], {"steps": 9, "seed": None}
+    )
+    assert (config.steps, config.seed, config.batch_size) == (9, 7, 32)
+    assert config.faults == FaultConfig(keepalive_s=2.0, max_restarts=2)
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("learning_rate=1e-4", "learning_rate", 1e-4),
+        ("learning_rate=2", "learning_rate", 2.0),
+        ("widths=8,16, 32", "widths", (8, 16, 32)),
+        ("widths=[8, 16]", "widths", (8, 16)),
+        ("widths=8", "widths", (8,)),
+        ("names=", "names", ()),
+        ("kernel=5,1", "kernel", (5, 1.0)),
+        ("schedule=constant", "schedule", Schedule.CONSTANT),
+        ("level=HIGH", "level", Level.HIGH),
+        ("dtype=bfloat16", "dtype", "bfloat16"),
+        ("bits=16", "bits", 16),
+        ("nesterov=true", "nesterov", True),
+        ("text=a = b", "text", "a = b"),
+        ("clip=1.5", "clip", 1.5),
+        ("clip=none", "clip", None),
+        ("decay.wait=9", "decay", SlowDecay(wait=9)),
+        ("decay.at=1,2", "decay", SlowDecay(at=(1, 2))),
+        ("warm.rate=1", "warm", Decay(rate=1.0)),
+    ],
+)
+def test_overrides_are_typed_by_the_field(override, name, value):
+    result = getattr(resolve(RecipeConfig, overrides=[override]), name)
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_a_group_can_be_taken_back():
+    assert resolve(RecipeConfig, overrides=["warm.rate=1", "warm=none"]).warm is None
+    assert resolve(RecipeConfig, overrides=["warm=none", "warm.rate=1"]).warm == Decay(rate=1.0)
+
+
+def test_an_empty_table_opens_a_group_and_takes_nothing_back(tmp_path):
+    assert resolve(RecipeConfig, write(tmp_path, "[warm]\n")).warm == Decay()
+    assert resolve(RecipeConfig, write(tmp_path, "[faults]\n")).faults == FaultConfig()
+
+
+def test_values_are_checked_once_all_sources_are_known(tmp_path):
+    file = write(tmp_path, "shards = 128\n")
+    assert resolve(RecipeConfig, file, ["batch_size=256"]).shards == 128
+    assert "batch_size = 64" in error_of(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("stpes=3", "'steps'"),
+        ("keepalive_s=3", "'faults.keepalive_s'"),
+        ("faults.keepalive=3", "'faults.keepalive_s'"),
+        ("steps.x=3", "'steps'"),
+    ],
+)
+def test_unknown_key_names_a_near_one_and_all_others(override, suggestion):
+    message = error_of(overrides=[override])
+    assert override.partition("=")[0] in message
+    assert f"Did you mean {suggestion}?" in message
+    assert "decay.wait" in message and "RecipeConfig" in message
+
+
+def test_unknown_table_in_a_file(tmp_path):
+    message = error_of(write(tmp_path, "[fault]\nkeepalive_s = 1\n"))
+    assert "'fault.keepalive_s'" in message and "run.toml" in message and "'faults.keepalive_s'" in message
+    assert "'nothing'" in error_of(write(tmp_path, "[nothing]\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("steps=many", "a whole number; write for example --set steps=10"),
+        ("steps=1e3", "a whole number"),
+        ("learning_rate=fast", "a number"),
+        ("nesterov=yes", "true or false"),
+        ("schedule=linear", "one of cosine, constant"),
+        ("level=1", "one of LOW, HIGH"),
+        ("dtype=float64", "one of float32, bfloat16"),
+        ("widths=8,x", "a list, each item a whole number; write for example --set widths=[10, 10]"),
+        ("kernel=1", "a list of 2: a whole number, a number"),
+        ("widths=[1, ", "a list"),
+        ("clip=x", 'a number or "none"'),
+        ("faults=3", "faults is a group of settings; set its parts, for example faults.max_restarts"),
+        ("decay=none", "decay is a group"),
+    ],
+)
+def test_wrong_type_says_field_value_expectation_and_fix(override, expected):
+    key, _, value = override.partition("=")
+    message = error_of(overrides=[override])
+    assert message.startswith(f"{key} = {value!r} (--set): ")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    "line", ['steps = "3"', "steps = 3.0", "steps = true", "learning_rate = false", "text = 3"]
+)
+def test_toml_values_are_not_converted_silently(tmp_path, line):
+    message = error_of(write(tmp_path, line))
+    assert message.startswith(line.split(" ")[0])
+    assert "run.toml" in message and "expected" in message
+
+
+def test_range_errors_come_from_the_config_itself():
+    assert error_of(overrides=["steps=0"]) == "steps = 0: train at least one step"
+    assert error_of(overrides=["faults.keepalive_s=-1"]).startswith("faults.keepalive_s = -1.0")
+    assert error_of(overrides=["widths="]).startswith("widths = ()")
+
+
+@pytest.mark.parametrize(("text", "line"), [("steps = 3\nseed = = 4\n", 2), ("steps = 3\nseed =", 2)])
+def test_toml_syntax_errors_name_file_and_line(tmp_path, text, line):
+    message = error_of(write(tmp_path, text))
+    assert f"run.toml, line {line}: not valid TOML" in message
+
+
+def test_unreadable_files(tmp_path):
+    assert "does not exist" in error_of(tmp_path / "missing.toml")
+    assert "cannot be read" in error_of(tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    assert "cannot be read" in error_of(binary)
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", ""])
+def test_override_without_key_or_value(override):
+    assert "expected key=value" in error_of(overrides=[override])
+
+
+def test_a_setting_without_default_must_be_given():
+    @dataclass(frozen=True, kw_only=True)
+    class Needs(Config):
+        path: str
+
+    with pytest.raises(ConfigError, match="path: has no default"):
+        resolve(Needs)
+    assert resolve(Needs, overrides=["path=x"]).path == "x"
+
+
+def test_an_annotation_that_no_setting_can_have_is_the_recipes_error():
+    @dataclass(frozen=True, kw_only=True)
+    class Odd(Config):
+        table: dict = field(default_factory=dict)
+
+    with pytest.raises(TypeError, match="table: a setting cannot be annotated with"):
+        resolve(Odd, overrides=["table=3"])
+
+
+def test_the_word_none_cannot_be_an_optional_text():
+    with pytest.raises(ConfigError, match="note = 'none'"):
+        to_toml(RecipeConfig(note="none"))
+
+
+numbers = st.floats(allow_nan=False)
+decays = st.builds(Decay, rate=numbers, at=st.lists(st.integers()).map(tuple))
+configs = st.builds(
+    RecipeConfig,
+    steps=st.integers(1, 10**9),
+    seed=st.integers(0, 2**32 - 1),
+    learning_rate=numbers,
+    widths=st.lists(st.integers(), min_size=1).map(tuple),
+    kernel=st.tuples(st.integers(), numbers),
+    names=st.lists(st.text()).map(tuple),
+    schedule=st.sampled_from(Schedule),
+    level=st.sampled_from(Level),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    bits=st.sampled_from([8, 16]),
+    nesterov=st.booleans(),
+    text=st.text(),
+    clip=st.none() | numbers,
+    note=st.none() | st.text().filter(lambda text: text != "none"),
+    decay=st.builds(SlowDecay, rate=numbers, wait=st.integers()),
+    warm=st.none() | decays,
+    faults=st.builds(FaultConfig, keepalive_s=st.floats(1e-6, 29), max_restarts=st.integers(0)),
+)
+
+
+@given(configs)
+def test_toml_round_trip(tmp_path_factory, config):
+    file = tmp_path_factory.getbasetemp() / "round_trip.toml"
+    file.write_text(to_toml(config), encoding="utf-8", newline="")
+    again = resolve(RecipeConfig, file)
+    assert again == config
+    assert config_digest(again) == config_digest(config)
+
+
+@given(st.integers(), numbers, st.text())
+def test_overrides_round_trip(whole, number, text):
+    config = resolve(RecipeConfig, overrides=[f"decay.wait={whole}", f"clip={number!r}", f"text={text}"])
+    assert (config.decay.wait, config.clip, config.text) == (whole, number, text)  # type: ignore[attr-defined]
+
+
+def test_digest_tells_configs_and_classes_apart():
+    class Other(RecipeConfig):
+        pass
+
+    digests = {config_digest(c) for c in (RecipeConfig(), RecipeConfig(seed=1), Other(), Config())}
+    assert len(digests) == 4
+    assert config_digest(RecipeConfig(learning_rate=1)) == config_digest(RecipeConfig(learning_rate=1.0))
+
+
+def test_nan_can_be_written(tmp_path):
+    config = resolve(RecipeConfig, write(tmp_path, to_toml(RecipeConfig(learning_rate=math.nan))))
+    assert math.isnan(config.learning_rate)

@@ -1,0 +1,127 @@
+"""The display: a redrawn bar on a terminal, few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+from elastic_train.telemetry.progress import Display
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain(**options: object) -> tuple[Display, io.StringIO, Clock]:
+    stream, clock = io.StringIO(), Clock()
+    display = Display(stream, 3, 300, clock=clock, **options)  # type: ignore[arg-type]
+    display.start()
+    return display, stream, clock
+
+
+def test_plain_lines_come_at_a_slow_pace_and_at_changes_of_members():
+    display, stream, clock = plain()
+    steps = []
+    for step in range(1, 121):
+        clock.now = step * 0.1
+        members = [0, 1, 2] if step < 30 or step > 90 else [0, 2]
+        display.update({"step": step, "samples": step * 64, "loss": 1 / step, "workers": members, "epoch": 1})
+        if (lines := stream.getvalue().splitlines()) and len(lines) > len(steps):
+            steps.append(step)
+    display.stop()
+    assert steps == [1, 30, 80, 91]
+    assert len(stream.getvalue().splitlines()) == 5
+    assert stream.getvalue().splitlines()[-1].startswith("step 120/300")
+
+
+def test_a_line_says_everything_known():
+    display, stream, clock = plain()
+    record = {"step": 119, "samples": 0, "loss": 0.5, "workers": [0, 1], "epoch": 2, "other": 1}
+    display.update(record)
+    clock.now = 1.0
+    display.update(
+        {**record, "step": 120, "samples": 12_300, "loss": 0.1234, "workers": [0, 1, 2], "time_lost_s": 0.42}
+        | {"eval": {"accuracy": 0.9512, "count": 3}}
+    )
+    display.stop()
+    first, second = stream.getvalue().splitlines()
+    assert first == "step 119/300  loss 0.5000  members 2/3  epoch 2"
+    assert second == (
+        "step 120/300  loss 0.1234  12.3k samples/s  members 3/3  epoch 2  lost 0.4 s"
+        "  accuracy 0.9512  count 3"
+    )
+
+
+def test_the_last_evaluation_stays_and_a_loss_may_be_unknown():
+    display, stream, clock = plain()
+    display.update({"step": 1, "loss": None, "eval": {"accuracy": 0.5}})
+    clock.now = 10
+    display.update({"step": 2, "loss": 0.25, "eval": {}})
+    display.stop()
+    assert stream.getvalue() == "step   1/300  accuracy 0.5\nstep   2/300  loss 0.2500  accuracy 0.5\n"
+
+
+def test_samples_per_second_are_those_of_the_last_seconds():
+    display, stream, clock = plain()
+    for second in range(20):
+        clock.now = float(second)
+        display.update({"step": second, "samples": 1000 * min(second, 10)})
+    display.stop()
+    # Nothing was consumed in the last nine seconds; the window is five long.
+    assert "0.0 samples/s" in stream.getvalue().splitlines()[-1]
+
+
+def test_notes_and_an_early_end():
+    display, stream, _ = plain()
+    display.note("worker 1 [died]")
+    display.stop()
+    display.stop()
+    assert stream.getvalue() == "worker 1 [died]\n"
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    display = Display(stream, 3, 300)
+    display.update({"step": 1})
+    assert stream.getvalue() == "step   1/300\n"
+
+
+def test_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    display = Display(stream, 3, 300, first_step=150)
+    display.start()
+    display.update({"workers": [0, 1, 2], "epoch": 1})
+    first = stream.getvalue()
+    assert "50%" in first and "step 150/300" in first
+    display.note("worker 1 [died]")
+    display.update({"step": 300, "loss": 0.5, "workers": [0, 2], "epoch": 2})
+    display.stop()
+    text = stream.getvalue()
+    assert "worker 1 [died]" in text
+    assert "step 300/300  loss 0.5000  members 2/3  epoch 2" in text
+    assert text.rstrip("\n").count("\n") > first.count("\n")
+
+
+def test_rich_is_not_imported_without_a_terminal():
+    code = (
+        "import io, sys; from elastic_train.telemetry.progress import Display;"
+        "display = Display(io.StringIO(), 1, 1); display.start();"
+        "display.update({'step': 1}); display.stop();"
+        "from elastic_train.telemetry import records, report, status;"
+        "assert not {'rich', 'jax', 'grpc', 'numpy'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,182 @@
+"""What the workers are doing: by asking the coordinator, and from the files when nobody answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+from elastic_train.errors import UsageError
+from elastic_train.telemetry import status
+from elastic_train.telemetry.records import RunDirectory
+from elastic_train.telemetry.status import format_status, live_status, replay, status_from_files
+
+LIVE = {"generation": 0, "epoch": 3, "step": 7, "workers": []}
+
+
+class Coordinator(control_pb2_grpc.ControlServicer):
+    def __init__(self) -> None:
+        self.secrets: list[object] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def Status(self, request, context):  # gRPC's name
+        self.secrets.append(dict(context.invocation_metadata()).get(wire.SECRET_KEY))
+        self.may_answer.wait(20)
+        return control_pb2.StatusReply(json=json.dumps(LIVE))
+
+
+@contextmanager
+def serving(servicer: control_pb2_grpc.ControlServicer) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    control_pb2_grpc.add_ControlServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        assert server.stop(0).wait(20)
+
+
+def fill(path: Path, address: str | None) -> None:
+    with RunDirectory(path, clock=lambda: 1.0) as run:
+        run.write_secret("word")
+        run.write_job({"address": address, "generation": 0})
+        for slot in (0, 1):
+            identity = {"slot": slot, "incarnation": 0, "node": slot + 1}
+            run.event("worker_started", pid=100 + slot, **identity)
+            run.event("worker_warming", pid=100 + slot, host="here", **identity)
+            run.event("worker_ready", **identity)
+        run.event("view", epoch=1, members=[0, 1])
+        record: dict[str, Any] = {
+            "samples": 1,
+            "loss": 1.0,
+            "learning_rate": 0.1,
+            "workers": [0, 1],
+            "epoch": 1,
+        }
+        record |= {"first_sample": 0, "num_samples": 1, "passes": [[0, 0, 1]]}
+        for step in (1, 2):
+            run.commit(record | {"step": step})
+
+
+def states(answer: dict[str, Any]) -> list[str]:
+    return [worker["state"] for worker in answer["workers"]]
+
+
+@pytest.fixture
+def closed_address() -> Iterator[str]:
+    with socket.socket() as bound:  # bound, but nobody listens
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+def test_the_coordinator_is_asked_with_the_secret(tmp_path):
+    servicer = Coordinator()
+    with serving(servicer) as address:
+        fill(tmp_path, address)
+        assert live_status(tmp_path) == LIVE
+    assert servicer.secrets == ["word"]
+
+
+def test_nobody_at_the_address(tmp_path, closed_address):
+    fill(tmp_path, closed_address)
+    answer = live_status(tmp_path)
+    assert answer == {
+        "generation": 0,
+        "epoch": 1,
+        "step": 2,
+        "workers": [
+            {"slot": slot, "pid": 100 + slot, "host": "here", "incarnation": 0, "state": "dead", "step": 2}
+            for slot in (0, 1)
+        ],
+    }
+
+
+def test_a_slow_coordinator_is_not_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "DEADLINE_S", 0.3)
+    servicer = Coordinator()
+    servicer.may_answer.clear()
+    with serving(servicer) as address:
+        fill(tmp_path, address)
+        answer = live_status(tmp_path)
+        servicer.may_answer.set()
+    assert states(answer) == ["member", "member"]
+
+
+def test_a_job_that_has_ended_is_not_asked(tmp_path):
+    servicer = Coordinator()
+    with serving(servicer) as address:
+        fill(tmp_path, address)
+        (tmp_path / "summary.json").write_text("{}")
+        assert states(live_status(tmp_path)) == ["dead", "dead"]
+    assert servicer.secrets == []
+
+
+def test_a_run_of_one_plain_process_has_no_coordinator(tmp_path):
+    fill(tmp_path, None)
+    assert states(live_status(tmp_path)) == ["dead", "dead"]
+    assert states(status_from_files(tmp_path, is_alive=True)) == ["member", "member"]
+
+
+def test_no_run_directory(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(UsageError, match="is no run directory"):
+            live_status(path)
+
+
+def test_no_secret(tmp_path):
+    fill(tmp_path, "127.0.0.1:1")
+    (tmp_path / "secret").unlink()
+    with pytest.raises(UsageError, match="only the user who started the job"):
+        live_status(tmp_path)
+
+
+def test_a_damaged_job_file(tmp_path):
+    (tmp_path / "job.json").write_text("{")
+    with pytest.raises(UsageError, match=r"cannot read .*job\.json"):
+        live_status(tmp_path)
+
+
+def event(name: str, slot: int, incarnation: int = 0, **fields: object) -> dict[str, object]:
+    return {"event": name, "time": 1.0, "slot": slot, "incarnation": incarnation, **fields}
+
+
+def test_replay_follows_a_death_and_a_return():
+    events = [
+        event("worker_warming", 1, pid=5, host="b"),
+        event("worker_started", 1, pid=5),  # the agent's report may come after the worker's own
+        event("worker_started", 0, pid=4),
+    ]
+    assert states(replay(events, 0)) == ["starting", "warming"]
+    events += [event("worker_ready", 0), event("worker_ready", 1)]
+    events += [{"event": "view", "epoch": 1, "members": [0, 1], "time": 1.0}]
+    assert states(replay(events, 3)) == ["member", "member"]
+    events += [event("worker_died", 1, step=3), {"event": "view", "epoch": 2, "members": [0], "time": 1.0}]
+    assert [(w["state"], w["step"]) for w in replay(events, 5)["workers"]] == [("member", 5), ("dead", 3)]
+    events += [event("worker_starting", 1, 1), event("worker_ready", 1, 0)]
+    answer = replay(events, 5)
+    assert states(answer) == ["member", "starting"]
+    assert (answer["workers"][1]["incarnation"], answer["workers"][1]["pid"]) == (1, 0)
+    events += [event("worker_ready", 1, 1), {"event": "view", "epoch": 3, "members": [0, 1], "time": 1.0}]
+    assert (replay(events, 8)["epoch"], states(replay(events, 8))) == (3, ["member", "member"])
+    assert states(replay([*events, {"event": "job_ended", "time": 2.0}], 8)) == ["dead", "dead"]
+
+
+def test_table():
+    worker = {"slot": 0, "pid": 123, "host": "here", "incarnation": 0, "state": "member", "step": 7}
+    assert format_status({**LIVE, "workers": [worker]}).splitlines() == [
+        "step 7, epoch 3, generation 0",
+        "",
+        "slot  state   step  incarnation  pid  host",
+        "0     member  7     0            123  here",
+    ]
