@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,13 @@ def report(run_directory: Path) -> int:
     commits = read_lines(run_directory / "ledger.jsonl")
     summary = json.loads((run_directory / "summary.json").read_text())
     each_step_once = [commit["step"] for commit in commits] == list(range(1, STEPS + 1))
-    each_sample_once = all(
+    each_sample_once = commits[0]["first_sample"] == 0 and all(
         before["first_sample"] + before["num_samples"] == after["first_sample"]
-        for before, after in zip(commits, commits[1:], strict=False)
+        for before, after in pairwise(commits)
     )
+    once = "each once" if each_step_once else "NOT each once"
     print(f"\nWhat was lost, counted from {run_directory}:")
-    print(
-        f"  steps    {len(commits)} of {STEPS} committed, {'each once' if each_step_once else 'NOT each once'}"
-    )
+    print(f"  steps    {len(commits)} of {STEPS} committed, {once}")
     print(f"  samples  {'none left out, none used twice' if each_sample_once else 'LEFT OUT OR USED TWICE'}")
     for fault in summary["faults"]:
         seconds = "unknown" if fault["total_s"] is None else f"{fault['total_s']:.2f} s"
