@@ -19,6 +19,8 @@ from flax import nnx
 import elastic_train as et
 from elastic_train.config import require
 
+Attention = Literal["auto", "xla", "cudnn"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(et.Config):
@@ -39,7 +41,7 @@ class GPTConfig(et.Config):
     heads: int = 2
     vocab: int = 256
     context: int = 64
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    attention: Attention = "auto"
     learning_rate: float = 6e-4
     warmup_steps: int = 20
     weight_decay: float = 0.1
@@ -69,7 +71,7 @@ class Blocks(nnx.Module):
         self.mlp_in = normal(rngs, (layers, width, 4 * width), 0.02)
         self.mlp_out = normal(rngs, (layers, 4 * width, width), into_residual)
         self.heads = config.heads
-        self.attention = config.attention
+        self.attention: Attention = config.attention
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         weights = {
@@ -117,7 +119,7 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], deviation: float) -> nnx.Para
     return nnx.Param(deviation * jax.random.normal(rngs.params(), shape))
 
 
-def attention_implementation(choice: Literal["auto", "xla", "cudnn"]) -> Literal["xla", "cudnn"]:
+def attention_implementation(choice: Attention) -> Literal["xla", "cudnn"]:
     if choice != "auto":
         return choice
     return "cudnn" if jax.default_backend() == "gpu" else "xla"

@@ -24,7 +24,8 @@ RECIPES = {
     "gpt": "GPTPretraining",
 }
 EVALUATED = ["digits_mlp", "digits_cnn", "byte_lm"]
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
 def trainer_class(recipe: str) -> type[et.Trainer]:
@@ -180,3 +181,14 @@ def test_configs_are_frozen_and_keyword_only(recipe: str):
     assert all(field.kw_only for field in dataclasses.fields(config))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 1
+
+
+def test_the_recipe_in_the_readme_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "readme_recipe.py").write_text(readme.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("readme_recipe")
+    trainer = module.Digits(module.DigitsConfig(width=16))
+    losses = trainer.loss(trainer.model(nnx.Rngs(0)), rows(trainer.train_data(), 3), nnx.Rngs(1))
+    assert losses.shape == (3,)
+    trainer.optimizer()
