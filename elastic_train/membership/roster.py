@@ -166,14 +166,15 @@ def _strayed(turn: Turn, event: WorkerEvent) -> None:
         reason = f"slot {event.identity.slot} was never started"
     elif worker.identity == event.identity:
         reason = f"slot {event.identity.slot}, incarnation {event.identity.incarnation} was declared dead"
-        if isinstance(event, Failed):  # its exit, told by the agent, has overtaken what it said itself
-            failed(turn, event)
     else:
         newest, told = worker.identity, event.identity
         reason = (
             f"slot {told.slot} has incarnation {newest.incarnation} (node {newest.node}); "
             f"you are incarnation {told.incarnation} (node {told.node})"
         )
+    if isinstance(event, Failed) and worker is not None:
+        # Its exit, told by the agent, has overtaken its own last words, perhaps even by a whole restart.
+        failed(turn, event)
     turn.emit(Evict(event.identity, reason))
 
 

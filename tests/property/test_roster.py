@@ -1,0 +1,135 @@
+"""The roster in thousands of random schedules. The invariants are checked by the cluster, at every event."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_train.membership.roster import Limits
+from elastic_train.membership.roster_events import Exited, Failed, Start
+from tests.property.cluster import Cluster
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
+
+
+def schedules(number: int) -> settings:
+    return settings(derandomize=True, deadline=None, max_examples=number)
+
+
+def cluster_of(seed: int, size: tuple[int, int, int], **limits: float) -> Cluster:
+    """`size` is (slots, min_workers, agents); slots are dealt out to the agents."""
+    num_slots, min_workers, num_agents = size
+    settings_of_job = {"max_restarts": 10**6, "start_grace_s": 2.0, "num_nodes": 10**6, **limits}
+    agents = {f"agent{i}": tuple(range(i, num_slots, num_agents)) for i in range(min(num_agents, num_slots))}
+    return Cluster(seed, Limits(num_slots, min(min_workers, num_slots), **settings_of_job), agents)  # type: ignore[arg-type]
+
+
+def disturb(cluster: Cluster, num_moves: int, fault_share: float) -> None:
+    for _ in range(num_moves):
+        if cluster.end is not None:
+            return
+        if cluster.random.random() < fault_share:
+            cluster.fault()
+        else:
+            cluster.move()
+
+
+@given(seeds, sizes, st.integers(0, 300), st.sampled_from([0.01, 0.05, 0.2]))
+@schedules(1200)
+def test_once_faults_stop_the_job_gets_done(
+    seed: int, size: tuple[int, int, int], num_moves: int, fault_share: float
+) -> None:
+    cluster = cluster_of(seed, size)
+    disturb(cluster, num_moves, fault_share)
+    cluster.heal()
+    end = cluster.run()
+    assert (end.exit_code, end.status) == (0, "done")
+    assert cluster.largest_view_since_faults >= cluster.roster.limits.min_workers
+
+
+@given(seeds, sizes, st.integers(0, 10))
+@schedules(600)
+def test_faults_while_finishing_do_not_block_the_end(
+    seed: int, size: tuple[int, int, int], faults: int
+) -> None:
+    cluster = cluster_of(seed, size)
+    cluster.goal = 5
+    for _ in range(faults):
+        disturb(cluster, 40, 0.0)
+        if cluster.end is None:
+            cluster.fault()
+    cluster.heal()
+    assert cluster.run().exit_code == 0
+
+
+@given(seeds, sizes, st.integers(0, 200), st.integers(0, 60))
+@schedules(600)
+def test_a_stop_is_always_reached(seed: int, size: tuple[int, int, int], before: int, after: int) -> None:
+    cluster = cluster_of(seed, size)
+    disturb(cluster, before, 0.03)
+    cluster.ask_to_stop()
+    disturb(cluster, after, 0.05)
+    cluster.goal = 10**8  # the members would train on
+    cluster.heal()
+    end = cluster.run()
+    assert (end.exit_code, end.status) == (130, "stopped")
+
+
+@given(seeds, sizes, st.integers(0, 3))
+@schedules(300)
+def test_a_spent_budget_ends_the_job(seed: int, size: tuple[int, int, int], max_restarts: int) -> None:
+    """Each worker dies as soon as it is ready or later, so no one makes enough steps to be forgiven."""
+    cluster = cluster_of(seed, size, max_restarts=max_restarts)
+    for _ in range(20_000):
+        if cluster.end is not None:
+            break
+        cluster.move()
+        for process in cluster.living("waiting", "member"):
+            if cluster.random.random() < 0.3:
+                cluster.die(process, -11, "Traceback: boom")
+    assert cluster.end is not None
+    assert (cluster.end.exit_code, cluster.end.status) == (4, "gave_up")
+    assert "exit code -11" in cluster.end.message
+    assert "boom" in cluster.end.message
+    starts = [action.identity for action in cluster.log if isinstance(action, Start)]
+    assert all(identity.incarnation <= max_restarts for identity in starts)
+
+
+@given(seeds, sizes, st.integers(0, 300), st.integers(0, 4))
+@schedules(500)
+def test_with_a_small_budget_it_ends_either_way(
+    seed: int, size: tuple[int, int, int], num_moves: int, max_restarts: int
+) -> None:
+    cluster = cluster_of(seed, size, max_restarts=max_restarts, num_nodes=40)
+    disturb(cluster, num_moves, 0.1)
+    cluster.heal()
+    assert cluster.run().status in ("done", "gave_up")
+
+
+@given(seeds, sizes)
+@schedules(200)
+def test_a_bug_at_start_up_ends_the_job_after_one_failure_per_slot(
+    seed: int, size: tuple[int, int, int]
+) -> None:
+    cluster = cluster_of(seed, size)
+    cluster.fails_at_start = True
+    end = cluster.run()
+    assert (end.exit_code, end.status) == (3, "failed")
+    assert "Traceback of slot" in end.message
+    failed = [event.identity.slot for event in cluster.log if isinstance(event, Failed)]
+    started = {action.identity.slot for action in cluster.log if isinstance(action, Start)}
+    assert set(failed) == started
+    # The last failure heard of was the first of its slot: the job did not wait for one more.
+    assert failed.count(failed[-1]) == 1
+
+
+@given(seeds, sizes)
+@schedules(150)
+def test_without_a_fault_nobody_is_restarted(seed: int, size: tuple[int, int, int]) -> None:
+    cluster = cluster_of(seed, size, start_grace_s=1e6)
+    cluster.heal()
+    assert cluster.run().exit_code == 0
+    assert not any(isinstance(event, Exited) for event in cluster.log)
+    assert cluster.roster.next_node == size[0] + 1
+    assert cluster.roster.view.epoch == 1
