@@ -57,12 +57,16 @@ class Regression(et.Trainer):
 def plain_loop(config: RegressionConfig, num_samples: int = NUM_SAMPLES):
     """Parameters after a loop that knows nothing of shards. Adds no rounding of its own: sum, then divide once."""
     trainer = Regression(config)
-    graphdef, state = nnx.split(trainer.model(nnx.Rngs(config.seed)), nnx.Param)
+    graphdef, template = nnx.split(trainer.model(nnx.Rngs(config.seed)), nnx.Param)
+    # Plain dicts, as the framework holds them: the clipped norm is a sum over leaves, in the tree's order.
+    state = nnx.to_pure_dict(template)
     transform = trainer.optimizer()
     data = samples(config.dtype)
 
     def loss_sum(params, batch):
-        model = nnx.merge(graphdef, params)
+        values = jax.tree.map(lambda leaf: leaf, template)
+        nnx.replace_by_pure_dict(values, params)
+        model = nnx.merge(graphdef, values)
         return jnp.sum(jnp.square(model(batch["x"]) - batch["y"]))
 
     @jax.jit
@@ -83,7 +87,7 @@ def plain_loop(config: RegressionConfig, num_samples: int = NUM_SAMPLES):
         assert weight.all()
         batch = {name: values[ids] for name, values in data.items()}
         state, opt_state = update(state, opt_state, gradients(state, batch), count)
-    return nnx.to_pure_dict(state)
+    return state
 
 
 def leaves(tree) -> list[np.ndarray]:
