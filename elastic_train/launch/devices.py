@@ -34,7 +34,8 @@ def pick_platform(environ: Mapping[str, str]) -> str:
     if wanted[0] == "cpu":
         return "cpu"
     raise UsageError(
-        f"JAX_PLATFORMS={environ['JAX_PLATFORMS']}: workers run on cpu or cuda only. Set JAX_PLATFORMS to one of them."
+        f"JAX_PLATFORMS={environ['JAX_PLATFORMS']}: workers run on cpu or cuda only. "
+        "Set JAX_PLATFORMS to one of them."
     )
 
 
@@ -46,8 +47,8 @@ def has_cuda_plugin() -> bool:
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """The GPUs a worker may be given, each as a value for `CUDA_VISIBLE_DEVICES`.
 
-    An existing `CUDA_VISIBLE_DEVICES` restricts and orders them, read as CUDA reads it: an entry that names no
-    GPU of this machine, such as -1, ends the list.
+    An existing `CUDA_VISIBLE_DEVICES` restricts and orders them, read as CUDA reads it: an entry that names
+    no GPU of this machine, such as -1, ends the list.
     """
     present = [str(number) for number in range(_count_gpus())]
     if "CUDA_VISIBLE_DEVICES" not in environ:

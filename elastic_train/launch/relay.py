@@ -1,8 +1,8 @@
 """A TCP relay between this host's workers and JAX's coordination service.
 
-JAX ends a worker (SIGABRT) the moment its connection to the service closes. The relay keeps the worker's side
-open when the service's side goes, so that workers live on until JAX's heartbeat timeout and the job has time to
-bring a new service up.
+JAX ends a worker (SIGABRT) the moment its connection to the service closes. The relay keeps the worker's
+side open when the service's side goes, so that workers live on until JAX's heartbeat timeout and the job has
+time to bring a new service up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Relay:
     """Forwards connections made to `address` to the service at `target_address`, both ways, unchanged.
 
     One background thread with an event loop of its own does the work. The attempt to reach the service is
-    repeated for as long as the worker holds its own side open: JAX's client has a time limit, the relay needs none.
+    repeated for as long as the worker holds its own side open: JAX's client has a time limit, the relay needs
+    none.
 
     Args:
       target_address: `HOST:PORT` of the service.
@@ -41,7 +42,7 @@ class Relay:
         self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.address = "127.0.0.1:{}".format(self._listener.getsockname()[1])
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._server: asyncio.Server | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
