@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import grpc
 
-from elastic_train.coordinator import control_pb2, control_pb2_grpc
+from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.launch.processes import WorkerProcesses
 from elastic_train.launch.relay import Relay
 from elastic_train.membership.group import Identity
@@ -60,6 +60,7 @@ class Agent:
       environment: (identity, number of JAX nodes, address of the relay) -> environment of that worker.
       log_dir: an existing directory for the workers' output.
       host: what the coordinator should call this host.
+      keepalive_s: a coordinator that is silent for twice this long counts as lost.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class Agent:
         environment: EnvironmentOf,
         log_dir: Path,
         host: str,
+        keepalive_s: float,
     ) -> None:
         self._address = coordinator_address
-        self._secret = secret
+        self._metadata = wire.secret_metadata(secret)
+        self._options = wire.channel_options(keepalive_s)
         self._hello = control_pb2.AgentHello(host=host, slots=list(slots))
         self._environment = environment
         self._outgoing: queue.SimpleQueue[control_pb2.FromAgent | None] = queue.SimpleQueue()
@@ -124,12 +127,11 @@ class Agent:
             self._end.set_result(end)
 
     def _serve(self) -> AgentEnd:
-        # A job lives on loopback or a private network: a web proxy named in the environment is not for it.
-        with grpc.insecure_channel(self._address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        with grpc.insecure_channel(self._address, options=self._options) as channel:
             self._outgoing.put(control_pb2.FromAgent(hello=self._hello))
             self._call = call = control_pb2_grpc.ControlStub(channel).Agent(
                 iter(self._outgoing.get, None),
-                metadata=(("elastic-train-secret", self._secret),),
+                metadata=self._metadata,
                 wait_for_ready=True,
             )
             unanswered = threading.Timer(CONNECT_LIMIT_S, call.cancel)
@@ -177,9 +179,9 @@ class Agent:
                 self._num_nodes = message.welcome.num_nodes
                 self._relay = Relay(message.welcome.jax_address)
             case "start":
-                self._start(_identity(message.start.identity))
+                self._start(wire.identity_value(message.start.identity))
             case "kill":
-                self._workers.kill(_identity(message.kill.identity))
+                self._workers.kill(wire.identity_value(message.kill.identity))
             case other:
                 raise ValueError(
                     f"the coordinator sent {other!r}, which this version of the agent does not know"
@@ -210,21 +212,13 @@ class Agent:
             limit.cancel()
 
     def _report_start(self, identity: Identity, pid: int) -> None:
-        started = control_pb2.Started(identity=_message(identity), pid=pid)
+        started = control_pb2.Started(identity=wire.identity_message(identity), pid=pid)
         self._outgoing.put(control_pb2.FromAgent(started=started))
 
     def _report_exit(self, identity: Identity, exit_code: int, found: str, ended: float) -> None:
         exited = control_pb2.Exited(
-            identity=_message(identity), exit_code=exit_code, traceback=found, time=ended
+            identity=wire.identity_message(identity), exit_code=exit_code, traceback=found, time=ended
         )
         self._outgoing.put(control_pb2.FromAgent(exited=exited))
         if found and self.first_failure is None:
             self.first_failure = Failure(identity, exit_code, found)
-
-
-def _identity(message: control_pb2.Identity) -> Identity:
-    return Identity(message.slot, message.incarnation, message.node)
-
-
-def _message(identity: Identity) -> control_pb2.Identity:
-    return control_pb2.Identity(**identity._asdict())
