@@ -1,0 +1,229 @@
+"""The command line: `elastic-train run`, `status` and `coordinator`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError
+
+if TYPE_CHECKING:
+    from elastic_train.launch.options import JobOptions
+
+Overrides = Annotated[
+    tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="KEY=VALUE")
+]
+
+
+def _shown_as(metavar: str) -> Any:
+    """An option that may be left out: its help names the value by `metavar` and no default."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """What is trained, and how many workers the whole job has.
+
+    Attributes:
+      recipe: a file, a module, or the name of a recipe that comes along (digits_mlp).
+      config: a TOML file with settings.
+      workers: number of workers on all hosts together; by default one per GPU, or a single one on CPU.
+      min_workers: the job pauses while it has fewer members than this.
+      steps: optimizer updates in total.
+      run_dir: where everything is written; by default runs/RECIPE-TIME.
+      seed: start of all random numbers and of the order of the samples.
+      overrides: settings, as key=value; several, and several times.
+    """
+
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
+    config: Annotated[Path | None, _shown_as("FILE")] = None
+    workers: Annotated[int | None, _shown_as("N")] = None
+    min_workers: Annotated[int, tyro.conf.arg(metavar="M")] = 1
+    steps: Annotated[int | None, _shown_as("S")] = None
+    run_dir: Annotated[Path | None, _shown_as("DIR")] = None
+    seed: Annotated[int | None, _shown_as("K")] = None
+    overrides: Overrides = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(_Recipe):
+    """Train a recipe with any number of workers, through the loss and return of any of them.
+
+    Exit codes: 0 done; 2 bad usage, recipe or config; 3 the recipe's own code failed on every worker;
+    4 gave up; 130 stopped on request. The first SIGINT or SIGTERM asks for a stop after a commit, the second
+    stops at once. SIGUSR1 has every worker write its stacks to its log.
+
+    Attributes:
+      bind: where the coordinator listens; port 0 takes a free one.
+      slots: the slots of this host, as 0-3 or 0,2,5; by default all.
+      coordinator: HOST:PORT of a coordinator that runs elsewhere; this host then only fills its slots.
+    """
+
+    bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
+    slots: Annotated[str | None, _shown_as("SLOTS")] = None
+    coordinator: Annotated[str | None, _shown_as("HOST:PORT")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorAlone(_Recipe):
+    """Run a job's coordinator without any worker; hosts join it with `run --coordinator`.
+
+    Attributes:
+      bind: where it listens, on an address that the hosts can reach.
+    """
+
+    bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Show what the workers of a job are doing.
+
+    Attributes:
+      run_dir: the job's run directory.
+      json: as one JSON object.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainOptions:
+    """Train this recipe in one plain process.
+
+    Attributes:
+      steps: optimizer updates in total.
+      run_dir: where everything is written; by default runs/RECIPE-TIME.
+      seed: start of all random numbers and of the order of the samples.
+      config: a TOML file with settings.
+      overrides: settings, as key=value; several, and several times.
+    """
+
+    steps: Annotated[int | None, _shown_as("S")] = None
+    run_dir: Annotated[Path | None, _shown_as("DIR")] = None
+    seed: Annotated[int | None, _shown_as("K")] = None
+    config: Annotated[Path | None, _shown_as("FILE")] = None
+    overrides: Overrides = ()
+
+    @property
+    def set(self) -> tuple[str, ...]:
+        """All key=value texts, in order."""
+        return _flat(self.overrides)
+
+
+Command = (
+    Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Status, tyro.conf.subcommand("status")]
+    | Annotated[CoordinatorAlone, tyro.conf.subcommand("coordinator")]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code. Wrong options end it with SystemExit(2)."""
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        prog="elastic-train",
+        args=argv,
+        config=(tyro.conf.FlagCreatePairsOff,),  # no --no-json beside --json
+        description="Train Flax models with multi-controller JAX through the loss and return of workers.",
+    )
+    try:
+        return _perform(command)
+    except ElasticTrainError as error:
+        return report_error(error)
+    except KeyboardInterrupt:  # before a job has begun; later Ctrl-C has a meaning of its own
+        return InterruptedByUser.exit_code
+
+
+def parse_plain(argv: Sequence[str] | None, prog: str) -> PlainOptions:
+    """The options of `python recipes/x.py`. Wrong ones end the process with SystemExit(2)."""
+    return tyro.cli(PlainOptions, prog=prog, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def report_error(error: ElasticTrainError) -> int:
+    """Prints what went wrong, once; returns the exit code for it."""
+    from elastic_train.launch.check import CheckFailed
+
+    if not isinstance(error, CheckFailed):  # that one has been printed where it happened
+        print(f"elastic-train: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def default_run_dir(name: str) -> Path:
+    """`runs/NAME-YYYYmmdd-HHMMSS`, in local time."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def parse_slots(text: str | None) -> tuple[int, ...] | None:
+    """`0-3,6` as (0, 1, 2, 3, 6). Raises UsageError."""
+    if text is None:
+        return None
+    slots: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"--slots {text}: write slots as 0-3 or 0,2,5")
+        slots += range(int(first), int(last if dash else first) + 1)
+    if not slots or sorted(set(slots)) != sorted(slots):
+        raise UsageError(f"--slots {text}: name each slot once, at least one")
+    return tuple(sorted(slots))
+
+
+def _perform(command: Run | Status | CoordinatorAlone) -> int:
+    # Each command imports what it needs: gRPC alone takes a fifth of a second.
+    match command:
+        case Status():
+            from elastic_train.telemetry.status import format_status, live_status
+
+            status = live_status(command.run_dir)
+            print(json.dumps(status) if command.json else format_status(status))
+            return 0
+        case Run():
+            from elastic_train.launch.host import run_agent
+            from elastic_train.launch.job import run_job
+
+            options = _job_options(command, command.bind, parse_slots(command.slots))
+            if command.coordinator is not None:
+                return run_agent(options, command.coordinator, os.environ)
+            return run_job(options, os.environ)
+        case CoordinatorAlone():
+            from elastic_train.launch.job import run_job
+
+            if command.workers is None:
+                raise UsageError("give --workers, the number of workers on all hosts together")
+            return run_job(_job_options(command, command.bind, None), os.environ, with_agent=False)
+
+
+def _job_options(command: _Recipe, bind: str, slots: tuple[int, ...] | None) -> JobOptions:
+    from elastic_train.launch.options import JobOptions
+    from elastic_train.launch.recipe import recipe_name
+
+    return JobOptions(
+        recipe=command.recipe,
+        config=command.config,
+        overrides=_flat(command.overrides),
+        workers=command.workers,
+        min_workers=command.min_workers,
+        slots=slots,
+        steps=command.steps,
+        seed=command.seed,
+        run_dir=command.run_dir or default_run_dir(recipe_name(command.recipe)),
+        bind=bind,
+    )
+
+
+def _flat(overrides: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    return tuple(override for group in overrides for override in group)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

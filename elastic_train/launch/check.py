@@ -1,0 +1,167 @@
+"""Loads a recipe and resolves its config in a process of its own, before any worker starts.
+
+The process that runs a job must not run user code, nor import jax. So it starts
+`python -m elastic_train.launch.check`, which either says in one message what is wrong, or hands back what the
+job needs to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_train.config import ConfigError, FaultConfig
+from elastic_train.errors import ElasticTrainError, UsageError
+from elastic_train.launch.bond import die_with_parent
+
+CHECK_LIMIT_S = 300.0
+"""How long a recipe may take to import. Reading data belongs into its methods."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """What the command line said about recipe and config."""
+
+    recipe: str
+    workers: int
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    flags: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a job needs to know about its recipe.
+
+    Attributes:
+      trainer: name of the trainer class.
+      config_toml: the resolved config.
+      config_digest: its digest; equal on all workers.
+      steps, log_every: from the config.
+      faults: from the config.
+    """
+
+    trainer: str
+    config_toml: str
+    config_digest: str
+    steps: int
+    log_every: int
+    faults: FaultConfig
+
+
+class CheckFailed(ElasticTrainError):
+    """The check has said what is wrong, on stderr; there is nothing to add."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("the recipe was refused")
+        self.exit_code = exit_code
+
+
+def check(request: CheckRequest, environ: Mapping[str, str]) -> Checked:
+    """Runs the check in a process of its own; that process prints what is wrong to this one's stderr.
+
+    Raises:
+      CheckFailed: the recipe or its config is refused.
+      UsageError: the process crashed, or took longer than `CHECK_LIMIT_S`.
+    """
+    with tempfile.TemporaryFile() as answer:
+        command = [
+            sys.executable,
+            "-m",
+            "elastic_train.launch.check",
+            json.dumps(dataclasses.asdict(request)),
+            str(answer.fileno()),
+            str(os.getpid()),
+        ]
+        try:
+            ended = subprocess.run(
+                command,
+                env={**environ, "JAX_PLATFORMS": "cpu"},  # a check takes no accelerator from the workers
+                stdin=subprocess.DEVNULL,
+                pass_fds=[answer.fileno()],
+                timeout=CHECK_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UsageError(
+                f"importing the recipe {request.recipe} took longer than {CHECK_LIMIT_S:.0f} s. "
+                "Move what is slow, such as reading data, into the trainer's methods."
+            ) from error
+        if ended.returncode in (UsageError.exit_code, 130):
+            raise CheckFailed(ended.returncode)
+        if ended.returncode != 0:
+            raise UsageError(
+                f"importing the recipe {request.recipe} ended the process with code {ended.returncode}; "
+                "what it printed is above"
+            )
+        answer.seek(0)
+        found = json.load(answer)
+    return Checked(**{**found, "faults": FaultConfig(**found["faults"])})
+
+
+def inspect_recipe(request: CheckRequest) -> Checked:
+    """The check itself: runs the user's module, in this process.
+
+    Raises:
+      UsageError: what is wrong, and what to do.
+    """
+    from elastic_train import jax_private
+    from elastic_train.config_files import config_digest, resolve, to_toml
+    from elastic_train.launch.recipe import config_class_of, load_recipe
+
+    trainer = load_recipe(request.recipe)
+    if jax_private.backends_initialized():
+        raise UsageError(
+            f"jax already initialised: importing the recipe {request.recipe} created arrays or asked for "
+            "devices. A worker must join its group before jax does that. Move such code from the top level "
+            "of the module into the trainer's methods; use numpy for constants."
+        )
+    try:
+        config_file = Path(request.config) if request.config is not None else None
+        config = resolve(config_class_of(trainer), config_file, request.overrides, request.flags)
+        toml = to_toml(config)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    if request.workers > config.shards:
+        raise UsageError(
+            f"{request.workers} workers, but the batch is cut into shards = {config.shards}: some workers "
+            f"would have nothing to do. Use at most {config.shards} workers, or --set "
+            f"shards={request.workers} (which rounds differently: shards are part of the numbers)."
+        )
+    return Checked(
+        trainer=trainer.__name__,
+        config_toml=toml,
+        config_digest=config_digest(config),
+        steps=config.steps,
+        log_every=config.log_every,
+        faults=config.faults,
+    )
+
+
+def main() -> int:
+    """The process's entry: argv holds the request as JSON, the descriptor for the answer, and the parent."""
+    request, descriptor, parent = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    die_with_parent(parent)
+    os.set_inheritable(descriptor, False)
+    sys.stdout = sys.stderr  # what a module prints when it is imported is no part of the command's output
+    try:
+        found = inspect_recipe(CheckRequest(**request))
+    except UsageError as error:
+        print(f"elastic-train: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    with open(descriptor, "w", encoding="utf-8") as answer:
+        json.dump(dataclasses.asdict(found), answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What a worker process is told before Python has imported anything: both ends of that contract.
+
+The agent builds a worker's environment with `worker_environment`; the worker reads it back with
+`WorkerSettings.read`. Pure, but for the one event in the settings; imports nothing slow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from elastic_train.membership.group import Identity
+
+PREFIX = "ELASTIC_TRAIN_"
+
+GPU_XLA_FLAGS = {
+    "--xla_gpu_nccl_async_execution": "true",
+    "--xla_gpu_nccl_blocking_communicators": "false",
+}
+"""Without these XLA cannot abort a collective whose peer has died. XLA reads them when jax is imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """What all workers of one agent have in common.
+
+    Attributes:
+      coordinator: `HOST:PORT` of the control plane.
+      secret: what the control plane expects from a client.
+      run_dir: the run directory.
+      recipe: as `load_recipe` takes it.
+      config_file: the resolved config, TOML.
+      config_digest: its digest, so that the coordinator can refuse a worker with another config.
+      platform: "cpu" or "cuda".
+      keepalive_s: of the control connection.
+      heartbeat_timeout_s: of JAX's coordination service.
+    """
+
+    coordinator: str
+    secret: str
+    run_dir: Path
+    recipe: str
+    config_file: Path
+    config_digest: str
+    platform: str
+    keepalive_s: float
+    heartbeat_timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What one worker process is told.
+
+    Attributes:
+      job: what it has in common with the agent's other workers.
+      identity: its slot, incarnation and node id.
+      num_nodes: size of JAX's coordination service, node 0 included.
+      jax_address: `HOST:PORT` of the agent's relay.
+      agent_pid: the process that must be its parent.
+      leave_requested: set by SIGTERM; the trainer then asks to leave after a commit.
+    """
+
+    job: JobSettings
+    identity: Identity
+    num_nodes: int
+    jax_address: str
+    agent_pid: int
+    leave_requested: threading.Event = field(default_factory=threading.Event, compare=False)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> WorkerSettings:
+        """The settings in `environ`; raises KeyError if one is missing."""
+
+        def get(name: str) -> str:
+            return environ[PREFIX + name.upper()]
+
+        job = {f.name: get(f.name) for f in fields(JobSettings)}
+        return cls(
+            job=JobSettings(
+                **{
+                    **job,
+                    "run_dir": Path(job["run_dir"]),
+                    "config_file": Path(job["config_file"]),
+                    "keepalive_s": float(job["keepalive_s"]),
+                    "heartbeat_timeout_s": float(job["heartbeat_timeout_s"]),
+                }
+            ),
+            identity=Identity(int(get("slot")), int(get("incarnation")), int(get("node"))),
+            num_nodes=int(get("num_nodes")),
+            jax_address=get("jax_address"),
+            agent_pid=int(get("agent_pid")),
+        )
+
+
+def worker_environment(
+    environ: Mapping[str, str],
+    identity: Identity,
+    job: JobSettings,
+    *,
+    device: str | None,
+    num_nodes: int,
+    jax_address: str,
+    agent_pid: int,
+) -> dict[str, str]:
+    """The environment of one worker: `environ`, and on top what this start of this slot needs.
+
+    Args:
+      environ: the agent's own environment; NCCL's and XLA's settings in it are kept.
+      identity: slot, incarnation and node id of the worker.
+      job: what all workers of the agent share.
+      device: what `CUDA_VISIBLE_DEVICES` is set to; None on CPU.
+      num_nodes: size of JAX's coordination service, node 0 included.
+      jax_address: where the worker finds JAX's coordination service: the agent's relay.
+      agent_pid: process id of the agent.
+    """
+    told: dict[str, object] = {f.name: getattr(job, f.name) for f in fields(job)}
+    told |= {**identity._asdict(), "num_nodes": num_nodes, "jax_address": jax_address, "agent_pid": agent_pid}
+    environment = {
+        **environ,
+        **{PREFIX + name.upper(): str(value) for name, value in told.items()},
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    if job.platform == "cpu":
+        return environment | {"JAX_PLATFORMS": "cpu"}
+    if device is None:
+        raise ValueError(f"slot {identity.slot} on platform {job.platform!r} needs a device")
+    return environment | {
+        "CUDA_VISIBLE_DEVICES": device,
+        "XLA_FLAGS": with_flags(environ.get("XLA_FLAGS", ""), GPU_XLA_FLAGS),
+        "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE": "1",
+    }
+
+
+def with_flags(flags: str, wanted: Mapping[str, str]) -> str:
+    """`flags` with `wanted` appended: XLA takes the last value of a flag, so ours hold.
+
+    >>> with_flags("--xla_dump_to=/d", {"--xla_gpu_nccl_async_execution": "true"})
+    '--xla_dump_to=/d --xla_gpu_nccl_async_execution=true'
+    """
+    return " ".join([*flags.split(), *(f"{name}={value}" for name, value in wanted.items())])

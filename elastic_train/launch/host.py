@@ -1,0 +1,138 @@
+"""One host's part of a job: its agent, started with what its workers need to know."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from elastic_train.errors import InterruptedByUser, UsageError
+from elastic_train.launch.agent import Agent
+from elastic_train.launch.check import Checked, check
+from elastic_train.launch.devices import assign_devices, pick_platform
+from elastic_train.launch.environment import JobSettings, worker_environment
+from elastic_train.launch.options import JobOptions
+from elastic_train.launch.processes import KILL_LIMIT_S
+from elastic_train.launch.signals import POLL_S, Signals
+from elastic_train.membership.group import Identity
+
+END_LIMIT_S = KILL_LIMIT_S + 10.0
+"""How long an agent may take to end all its workers."""
+
+SECRET_VARIABLE = "ELASTIC_TRAIN_SECRET"
+"""The environment variable that carries a job's secret to hosts without a shared run directory."""
+
+
+def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str]) -> int:
+    """Fills this host's slots in the job of an existing coordinator; returns the exit code that one sends.
+
+    A run directory that the hosts share gives secret and config; otherwise the secret comes from the
+    environment variable `ELASTIC_TRAIN_SECRET`, and the config from the same options as on the other hosts.
+    """
+    if options.workers is None:
+        raise UsageError("--coordinator needs --workers, the number of workers on all hosts together")
+    platform = pick_platform(environ)
+    slots = options.slots or tuple(range(options.workers))
+    devices = assign_devices(platform, slots, environ)
+    run_dir = options.run_dir.resolve()
+    request = options.check_request(options.workers)
+    config_file = run_dir / "config.toml"
+    if request.config is None and config_file.exists():
+        request = dataclasses.replace(request, config=str(config_file))
+    checked = check(request, environ)
+    secret = _find_secret(run_dir, environ)
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        if not config_file.exists():
+            config_file.write_text(checked.config_toml, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the run directory {run_dir}: {error}; give another --run-dir"
+        ) from error
+
+    with ExitStack() as stack:
+        signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        settings = job_settings(coordinator, secret, run_dir, options.recipe, platform, checked)
+        agent = start_agent(stack, settings, slots, devices, environ)
+        while not agent.ended:
+            for number in signals.wait(POLL_S):
+                if number == signal.SIGUSR1:
+                    agent.forward(signal.SIGUSR1)  # each worker writes its stacks to its log
+                elif signals.num_stops == 1:
+                    agent.forward(signal.SIGTERM)  # each worker leaves after a commit
+                else:
+                    raise InterruptedByUser("interrupted a second time; the workers of this host were ended")
+        end = agent.wait(0)
+    if end.exit_code != 0:
+        print(f"elastic-train: {end.reason}", file=sys.stderr, flush=True)
+    return end.exit_code
+
+
+def job_settings(
+    coordinator: str, secret: str, run_dir: Path, recipe: str, platform: str, checked: Checked
+) -> JobSettings:
+    """What the workers of a host have in common. The config file is the one in `run_dir`."""
+    return JobSettings(
+        coordinator=coordinator,
+        secret=secret,
+        run_dir=run_dir,
+        recipe=recipe,
+        config_file=run_dir / "config.toml",
+        config_digest=checked.config_digest,
+        platform=platform,
+        keepalive_s=checked.faults.keepalive_s,
+        heartbeat_timeout_s=checked.faults.jax_heartbeat_timeout_s,
+    )
+
+
+def start_agent(
+    stack: ExitStack,
+    settings: JobSettings,
+    slots: Sequence[int],
+    devices: Mapping[int, str | None],
+    environ: Mapping[str, str],
+) -> Agent:
+    """Starts this host's agent; leaving `stack` ends it, and its workers."""
+
+    def environment(identity: Identity, num_nodes: int, jax_address: str) -> dict[str, str]:
+        return worker_environment(
+            environ,
+            identity,
+            settings,
+            device=devices[identity.slot],
+            num_nodes=num_nodes,
+            jax_address=jax_address,
+            agent_pid=os.getpid(),
+        )
+
+    agent = Agent(
+        settings.coordinator,
+        settings.secret,
+        slots,
+        [sys.executable, "-m", "elastic_train.launch.worker"],
+        environment,
+        settings.run_dir / "logs",
+        socket.gethostname(),
+        settings.keepalive_s,
+    )
+    agent.start()
+    stack.callback(agent.close, END_LIMIT_S)
+    return agent
+
+
+def _find_secret(run_dir: Path, environ: Mapping[str, str]) -> str:
+    if secret := environ.get(SECRET_VARIABLE):
+        return secret
+    try:
+        return (run_dir / "secret").read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"no secret for the coordinator: {SECRET_VARIABLE} is not set and {run_dir / 'secret'} cannot be "
+            f"read ({error.strerror}). Give the job's own --run-dir if the hosts share it, or set the "
+            "variable to the content of that file, on every host."
+        ) from error

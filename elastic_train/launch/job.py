@@ -1,0 +1,194 @@
+"""One job: coordinator, run directory, display, and (unless it is a coordinator alone) this host's agent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from elastic_train.config import FaultConfig
+from elastic_train.coordinator import control_pb2
+from elastic_train.coordinator.service import Coordinator
+from elastic_train.errors import GaveUpError, InterruptedByUser
+from elastic_train.launch.agent import Agent
+from elastic_train.launch.check import Checked, CheckRequest, check
+from elastic_train.launch.devices import assign_devices, pick_platform, visible_gpus
+from elastic_train.launch.host import END_LIMIT_S, SECRET_VARIABLE, job_settings, start_agent
+from elastic_train.launch.options import JobOptions, check_free
+from elastic_train.launch.signals import POLL_S, Signals
+from elastic_train.launch.versions import versions
+from elastic_train.membership.roster import Limits, apply
+from elastic_train.membership.roster_events import End
+from elastic_train.telemetry.progress import Display
+from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
+from elastic_train.telemetry.report import format_summary
+
+NODES_PER_SLOT = 32
+"""JAX's service is sized for this many starts of each slot, and for at least 256 in all."""
+
+
+def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool = True) -> int:
+    """Runs a job to its end; returns the exit code. No process it started is left then.
+
+    Args:
+      options: see there.
+      environ: the environment that workers inherit.
+      with_agent: whether this host's slots are filled, too; otherwise this is a coordinator alone.
+
+    Raises:
+      ElasticTrainError: the job cannot be started, or cannot go on.
+    """
+    check_free(options.bind)
+    platform = pick_platform(environ)
+    workers = options.workers or (max(1, len(visible_gpus(environ))) if platform == "cuda" else 1)
+    options = dataclasses.replace(options, workers=workers)
+    slots = (options.slots or tuple(range(workers))) if with_agent else ()
+    devices = assign_devices(platform, slots, environ)
+    run_dir = options.run_dir.resolve()
+    checked = _check_before(run_dir, options.check_request(workers), environ)
+    secret = environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
+
+    with ExitStack() as stack:
+        signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        records = stack.enter_context(RunDirectory(run_dir, log_every=checked.log_every))
+        display = Display(sys.stderr, workers, checked.steps)
+        display.start()
+        stack.callback(display.stop)
+        job = _JobRecords(records, display)
+        records.write_config(checked.config_toml)
+        records.write_secret(secret)
+        records.event("job_started", recipe=options.recipe, trainer=checked.trainer, workers=workers)
+        coordinator = Coordinator(
+            _limits(workers, options.min_workers, checked.faults),
+            job,
+            apply=apply,
+            faults=checked.faults,
+            bind=options.bind,
+            secret=secret,
+            on_note=display.note,
+            on_end=job.end,
+        )
+        stack.callback(coordinator.close)  # after the workers are gone: JAX ends those that lose its service
+        records.write_job(
+            {
+                "address": coordinator.address,
+                "versions": versions(),
+                "start_time": time.time(),
+                "recipe": options.recipe,
+                "workers": workers,
+                "pid": os.getpid(),
+            }
+        )
+        agent = None
+        if with_agent:
+            settings = job_settings(coordinator.address, secret, run_dir, options.recipe, platform, checked)
+            agent = start_agent(stack, settings, slots, devices, environ)
+        else:
+            display.note(_how_to_join(coordinator.address, options, run_dir))
+        end = _watch(coordinator, agent, display, signals)
+        if agent is not None:
+            agent.wait(END_LIMIT_S)
+    print(format_summary(job.summary, run_dir) if job.summary is not None else end.message, flush=True)
+    return end.exit_code
+
+
+class _JobRecords:
+    """Where the coordinator writes: the run directory, and what of it is shown."""
+
+    def __init__(self, records: RunDirectory, display: Display) -> None:
+        self._records = records
+        self._display = display
+        self.summary: dict[str, Any] | None = None
+
+    def event(self, name: str, /, **fields: object) -> None:
+        self._records.event(name, **fields)
+
+    def commit(self, record: dict[str, object]) -> None:
+        for written in self._records.commit(record):
+            self._display.update({**written, "time_lost_s": self._records.time_lost_s})
+
+    def end(self, end: End, finished: Mapping[int, control_pb2.Finished]) -> None:
+        """Writes the summary. The final state is that of the lowest slot among those that went furthest."""
+        about: dict[str, Any] = {
+            "status": end.status,
+            "exit_code": end.exit_code,
+            "message": end.message,
+            "versions": versions(),
+        }
+        orderly = [report for _, report in sorted(finished.items()) if report.status != "failed"]
+        if orderly:
+            final = max(orderly, key=lambda report: report.step)
+            about |= {
+                "step": final.step,
+                "samples": final.samples,
+                "params_sha256": final.params_sha256,
+                "state_sha256": final.state_sha256,
+                "metrics": json.loads(final.result or "{}"),
+            }
+        self.summary = self._records.summary(about)
+
+
+def _check_before(run_dir: Path, request: CheckRequest, environ: Mapping[str, str]) -> Checked:
+    """The check, between making sure that `run_dir` can be used and using it."""
+    existed = run_dir.exists()
+    prepare_run_directory(run_dir)
+    try:
+        return check(request, environ)
+    except BaseException:
+        if not existed:
+            run_dir.rmdir()
+        raise
+
+
+def _limits(workers: int, min_workers: int, faults: FaultConfig) -> Limits:
+    return Limits(
+        num_slots=workers,
+        min_workers=min_workers,
+        max_restarts=faults.max_restarts,
+        forgive_after_steps=faults.forgive_after_steps,
+        first_backoff_s=faults.first_backoff_s,
+        max_backoff_s=faults.max_backoff_s,
+        start_grace_s=faults.start_grace_s,
+        start_timeout_s=faults.start_timeout_s,
+        floor_timeout_s=faults.floor_timeout_s,
+        num_nodes=max(256, NODES_PER_SLOT * workers),
+    )
+
+
+def _watch(coordinator: Coordinator, agent: Agent | None, display: Display, signals: Signals) -> End:
+    """Waits for the job's end; hands on signals, and the members that come and go, in the meantime."""
+    while (end := coordinator.wait(0)) is None:
+        for number in signals.wait(POLL_S):
+            if number == signal.SIGUSR1 and agent is not None:
+                agent.forward(signal.SIGUSR1)
+            elif signals.num_stops == 1:
+                display.note("Stopping after the next commit. Once more stops at once.")
+                coordinator.ask_stop(False, f"{number.name} at the job's process")
+            elif signals.num_stops == 2:
+                coordinator.ask_stop(True, f"a second signal, {number.name}, at the job's process")
+            else:
+                raise InterruptedByUser(
+                    "interrupted a third time; all workers were ended without a clean stop"
+                )
+        if agent is not None and agent.ended and coordinator.wait(POLL_S) is None:
+            raise GaveUpError(f"this host's agent has ended before the job: {agent.wait(0).reason}")
+        status = coordinator.status()
+        members = [worker["slot"] for worker in status["workers"] if worker["state"] == "member"]
+        display.update({"step": status["step"], "epoch": status["epoch"], "workers": members})
+    return end
+
+
+def _how_to_join(address: str, options: JobOptions, run_dir: Path) -> str:
+    return (
+        f"Coordinator of {options.workers} workers at {address}. On each host, with that host's slots:\n"
+        f"  elastic-train run {options.recipe} --coordinator {address} --workers {options.workers} "
+        f"--slots FIRST-LAST --run-dir {run_dir}"
+    )

@@ -1,0 +1,125 @@
+"""The worker processes of one agent: starting them, learning of their end at once, and ending them.
+
+Each worker leads a session of its own, so that whatever it starts can be ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from elastic_train.launch.tracebacks import first_traceback
+from elastic_train.membership.group import Identity
+
+KILL_LIMIT_S = 60.0
+"""How long a process may take to go after SIGKILL. On a GPU with work in flight it takes some 0.3 s."""
+
+StartCallback = Callable[[Identity, int], None]
+ExitCallback = Callable[[Identity, int, str, float], None]
+
+
+class WorkerProcesses:
+    """Worker processes, by identity.
+
+    `start` must be called from a thread that lives as long as the workers shall: workers ask the kernel to be
+    killed when their parent dies (`PR_SET_PDEATHSIG`), and for the kernel that is the *thread* that forked.
+
+    Args:
+      command: what a worker is started with.
+      log_dir: gets `SLOT-INCARNATION.log` for every start.
+      on_start: called with (identity, process id), before `on_exit` of the same worker can be.
+      on_exit: called with (identity, exit code, first traceback in the log, time in seconds since the Unix
+        epoch) from the thread that waited for this worker, once it is gone and the rest of its group has been
+        sent SIGKILL. The code of a signal is negative.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log_dir: Path, on_start: StartCallback, on_exit: ExitCallback
+    ) -> None:
+        self._command = list(command)
+        self._log_dir = log_dir
+        self._on_start = on_start
+        self._on_exit = on_exit
+        self._lock = threading.Lock()
+        self._running: dict[Identity, subprocess.Popen[bytes]] = {}
+        self._waiters: dict[Identity, threading.Thread] = {}
+
+    def start(self, identity: Identity, environment: Mapping[str, str]) -> None:
+        """Starts a worker. Raises OSError if that fails; then neither callback is called."""
+        log = self.log(identity)
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        waiter = threading.Thread(
+            target=self._wait, args=(identity, process), name=f"wait-{log.stem}", daemon=True
+        )
+        with self._lock:
+            self._running[identity] = process
+            self._waiters[identity] = waiter
+        self._on_start(identity, process.pid)
+        waiter.start()
+
+    def log(self, identity: Identity) -> Path:
+        """Where a worker's output goes."""
+        return self._log_dir / f"{identity.slot}-{identity.incarnation}.log"
+
+    def kill(self, identity: Identity) -> None:
+        """Sends SIGKILL to the worker and all processes of its group. Does nothing if it is gone."""
+        with self._lock:
+            if identity in self._running:
+                _kill_group(self._running[identity].pid)
+
+    def forward(self, number: signal.Signals) -> None:
+        """Sends a signal to every worker, not to the processes it has started."""
+        with self._lock:
+            for process in self._running.values():
+                os.kill(process.pid, number)  # running, or a zombie that is not reaped: the id is ours
+
+    def kill_all(self) -> None:
+        """Ends every worker and waits until all are reaped and their exits reported.
+
+        Raises:
+          TimeoutError: a process is still there `KILL_LIMIT_S` after SIGKILL.
+        """
+        with self._lock:
+            waiters = dict(self._waiters)
+            for process in self._running.values():
+                _kill_group(process.pid)
+        deadline = time.monotonic() + KILL_LIMIT_S
+        for identity, waiter in waiters.items():
+            waiter.join(max(0.0, deadline - time.monotonic()))
+            if waiter.is_alive():
+                raise TimeoutError(
+                    f"the worker of slot {identity.slot} is still there {KILL_LIMIT_S:.0f} s after SIGKILL. "
+                    "It hangs in the kernel: a driver or a file system does not answer. `ps` shows its state."
+                )
+
+    def _wait(self, identity: Identity, process: subprocess.Popen[bytes]) -> None:
+        # WNOWAIT leaves a zombie, so that the process id, which names the group too, is not given to another
+        # process before the group is killed and nobody can send a signal to it any more.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        ended = time.time()
+        with self._lock:
+            _kill_group(process.pid)
+            exit_code = process.wait()
+            del self._running[identity]
+        self._on_exit(identity, exit_code, first_traceback(self.log(identity)), ended)
+        with self._lock:
+            del self._waiters[identity]
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)

@@ -1,0 +1,183 @@
+"""What can be wrong before any worker starts: one message, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_train import cli
+from elastic_train.errors import UsageError
+from elastic_train.launch import host, job
+from elastic_train.launch.check import CheckFailed
+
+RECIPE = "recipes/linear.py"
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most errors must be found before the recipe's own process is started."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the check must not have been started")
+
+    monkeypatch.setattr(job, "check", refuse)
+    monkeypatch.setattr(host, "check", refuse)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Runs a command that must be refused; returns its message."""
+    assert cli.main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("elastic-train: ")
+    assert not psutil.Process().children()
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "0"], "--workers 0: train with at least one worker"),
+        (["--workers", "-1"], "--workers -1"),
+        (["--min-workers", "0"], "--min-workers 0: use at least 1"),
+        (["--workers", "2", "--min-workers", "3"], "--min-workers 3 exceeds --workers 2"),
+        (["--workers", "2", "--slots", "1-2"], "--slots names slot 2"),
+        (["--slots", "a"], "--slots a: write slots as"),
+        (["--slots", "1,1"], "--slots 1,1: name each slot once"),
+        (["--bind", "9000"], "--bind 9000: write HOST:PORT"),
+        (["--bind", "127.0.0.1:70000"], "write HOST:PORT"),
+        (["--coordinator", "127.0.0.1:1"], "--coordinator needs --workers"),
+    ],
+)
+def test_numbers_and_addresses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], message: str
+) -> None:
+    run_dir = tmp_path / "run"
+    assert message in refused(capsys, "run", RECIPE, "--run-dir", str(run_dir), *options)
+    assert not run_dir.exists()
+
+
+def test_port_in_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        address = f"127.0.0.1:{busy.getsockname()[1]}"
+        run_dir = tmp_path / "run"
+        message = refused(capsys, "run", RECIPE, "--bind", address, "--run-dir", str(run_dir))
+    assert f"--bind {address}: cannot listen there (Address already in use" in message
+    assert not run_dir.exists()
+
+
+def test_run_directory_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    assert str(path) in refused(capsys, "run", RECIPE, "--run-dir", str(path))
+    assert str(path) in refused(capsys, "run", RECIPE, "--run-dir", str(path / "below"))
+    assert path.read_text() == "x"
+
+
+def test_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "run", RECIPE, "--run-dir", "/proc/no_such_place")
+    assert "/proc/no_such_place" in message and "--run-dir" in message
+
+
+def test_run_directory_that_holds_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text("{}")
+    assert "holds a run" in refused(capsys, "run", RECIPE, "--run-dir", str(tmp_path))
+
+
+def test_more_workers_than_gpus(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for options in (["--workers", "3"], []):
+        message = refused(capsys, "run", RECIPE, "--run-dir", str(tmp_path / "run"), *options)
+        assert re.search(r"need \d GPUs, one each; 0 found here", message)
+
+
+def test_a_refused_recipe_leaves_no_directory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise CheckFailed(2)
+
+    monkeypatch.setattr(job, "check", refuse)
+    run_dir = tmp_path / "run"
+    assert cli.main(["run", RECIPE, "--run-dir", str(run_dir)]) == 2
+    assert capsys.readouterr().err == ""  # the process that checks has said it
+    assert not run_dir.exists()
+
+
+def test_agent_without_a_secret(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(host.SECRET_VARIABLE, raising=False)
+    monkeypatch.setattr(host, "check", lambda *_: None)
+    argv = ["run", RECIPE, "--coordinator", "127.0.0.1:1", "--workers", "2", "--run-dir", str(tmp_path / "x")]
+    assert "ELASTIC_TRAIN_SECRET" in refused(capsys, *argv)
+    assert not (tmp_path / "x").exists()
+
+
+def test_status_of_no_run_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert str(tmp_path) in refused(capsys, "status", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["run"], ["run", RECIPE, "--no-such-option"], ["run", RECIPE, "--workers", "many"], ["walk"]],
+)
+def test_wrong_options_end_with_2(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+
+
+def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(job, "run_job", lambda options, environ: seen.append(options) or 0)
+    argv = ["run", RECIPE, "--workers", "3", "--steps", "7", "--seed", "5", "--slots", "0-1"]
+    argv += ["--set", "width=3", "faults.keepalive_s=2", "--set", "batch_size=8", "--config", "a.toml"]
+    assert cli.main(argv) == 0
+    (options,) = seen
+    assert options.overrides == ("width=3", "faults.keepalive_s=2", "batch_size=8")
+    assert (options.workers, options.min_workers, options.slots) == (3, 1, (0, 1))
+    assert re.fullmatch(r"runs/linear-\d{8}-\d{6}", str(options.run_dir))
+    request = options.check_request(3)
+    assert request.flags == {"steps": 7, "seed": 5} and request.config == "a.toml"
+
+
+def test_plain_options() -> None:
+    plain = cli.parse_plain(["--steps", "4", "--set", "a=1", "b=2", "--set", "c=3"], prog="recipes/linear.py")
+    assert (plain.steps, plain.run_dir, plain.seed, plain.config) == (4, None, None, None)
+    assert plain.set == ("a=1", "b=2", "c=3")
+    assert cli.parse_plain([], prog="x").set == ()
+
+
+def test_slots() -> None:
+    assert cli.parse_slots(None) is None
+    assert cli.parse_slots("0-2,7, 5") == (0, 1, 2, 5, 7)
+    for text in ("", "3-1", "1-2,2"):
+        with pytest.raises(UsageError):
+            cli.parse_slots(text)
+
+
+def test_the_job_process_imports_no_jax() -> None:
+    code = (
+        "import elastic_train.cli, elastic_train.launch.job, elastic_train.launch.host, sys, json;"
+        "print(json.dumps(sorted(name for name in sys.modules if name.split('.')[0] in ('jax', 'flax'))))"
+    )
+    command = [sys.executable, "-c", code]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=os.environ)
+    assert json.loads(printed.stdout) == []

@@ -1,0 +1,136 @@
+"""What a worker is told, and which devices it gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_train.errors import UsageError
+from elastic_train.launch import devices
+from elastic_train.launch.environment import JobSettings, WorkerSettings, worker_environment
+from elastic_train.membership.group import Identity
+
+
+def job(platform: str = "cpu") -> JobSettings:
+    return JobSettings(
+        coordinator="127.0.0.1:9000",
+        secret="s3cret",
+        run_dir=Path("/runs/a b"),
+        recipe="recipes.linear",
+        config_file=Path("/runs/a b/config.toml"),
+        config_digest="0123abcd",
+        platform=platform,
+        keepalive_s=2.5,
+        heartbeat_timeout_s=60.0,
+    )
+
+
+def environment(environ: dict[str, str], platform: str = "cpu", device: str | None = None) -> dict[str, str]:
+    return worker_environment(
+        environ,
+        Identity(slot=2, incarnation=3, node=17),
+        job(platform),
+        device=device,
+        num_nodes=256,
+        jax_address="127.0.0.1:9001",
+        agent_pid=4321,
+    )
+
+
+def test_worker_reads_what_the_agent_wrote() -> None:
+    settings = WorkerSettings.read(environment({}))
+    assert settings.job == job()
+    assert settings.identity == Identity(2, 3, 17)
+    assert (settings.num_nodes, settings.jax_address, settings.agent_pid) == (256, "127.0.0.1:9001", 4321)
+    assert not settings.leave_requested.is_set()
+
+
+def test_names_of_the_variables() -> None:
+    environ = environment({})
+    assert environ["ELASTIC_TRAIN_SLOT"] == "2"
+    assert environ["ELASTIC_TRAIN_INCARNATION"] == "3"
+    assert environ["ELASTIC_TRAIN_NODE"] == "17"
+    assert environ["ELASTIC_TRAIN_AGENT_PID"] == "4321"
+    assert environ["PYTHONUNBUFFERED"] == environ["PYTHONFAULTHANDLER"] == "1"
+
+
+def test_missing_setting_is_an_error() -> None:
+    environ = environment({})
+    del environ["ELASTIC_TRAIN_NODE"]
+    with pytest.raises(KeyError, match="ELASTIC_TRAIN_NODE"):
+        WorkerSettings.read(environ)
+
+
+def test_cpu_leaves_gpu_settings_alone() -> None:
+    environ = environment({"XLA_FLAGS": "--xla_dump_to=/d", "JAX_PLATFORMS": "cpu,cuda"})
+    assert environ["JAX_PLATFORMS"] == "cpu"
+    assert environ["XLA_FLAGS"] == "--xla_dump_to=/d"
+    assert "CUDA_VISIBLE_DEVICES" not in environ
+
+
+def test_gpu_gets_its_device_and_the_flags_that_abort_needs() -> None:
+    environ = environment(
+        {"XLA_FLAGS": "--xla_dump_to=/d  --xla_gpu_nccl_async_execution=false", "NCCL_NVLS_ENABLE": "0"},
+        platform="cuda",
+        device="3",
+    )
+    assert environ["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environ["XLA_FLAGS"].split() == [
+        "--xla_dump_to=/d",
+        "--xla_gpu_nccl_async_execution=false",
+        "--xla_gpu_nccl_async_execution=true",
+        "--xla_gpu_nccl_blocking_communicators=false",
+    ]
+    assert environ["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "1"
+    assert environ["NCCL_NVLS_ENABLE"] == "0"
+    assert "JAX_PLATFORMS" not in environ
+
+
+def test_gpu_without_device_is_an_error() -> None:
+    with pytest.raises(ValueError, match="slot 2"):
+        environment({}, platform="cuda")
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_count_gpus", lambda: 4)
+    monkeypatch.setattr(devices, "has_cuda_plugin", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("2,0", ["2", "0"]),
+        (" 1 , 3 ", ["1", "3"]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,2", ["1"]),
+        ("1,9,2", ["1"]),
+        ("GPU-8f3a,MIG-1b", ["GPU-8f3a", "MIG-1b"]),
+    ],
+)
+def test_visible_gpus(four_gpus: None, visible: str | None, expected: list[str]) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert devices.visible_gpus(environ) == expected
+
+
+def test_platform(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices.pick_platform({}) == "cuda"
+    assert devices.pick_platform({"JAX_PLATFORMS": "cpu"}) == "cpu"
+    assert devices.pick_platform({"JAX_PLATFORMS": "gpu"}) == "cuda"
+    assert devices.pick_platform({"CUDA_VISIBLE_DEVICES": ""}) == "cpu"
+    with pytest.raises(UsageError, match="JAX_PLATFORMS=tpu"):
+        devices.pick_platform({"JAX_PLATFORMS": "tpu"})
+    monkeypatch.setattr(devices, "has_cuda_plugin", lambda: False)
+    assert devices.pick_platform({}) == "cpu"
+
+
+def test_devices_of_slots(four_gpus: None) -> None:
+    assert devices.assign_devices("cpu", range(9), {}) == dict.fromkeys(range(9))
+    assert devices.assign_devices("cuda", [4, 5], {"CUDA_VISIBLE_DEVICES": "3,1,0"}) == {4: "3", 5: "1"}
+    with pytest.raises(UsageError, match=r"5 workers need 5 GPUs, one each; 4 found"):
+        devices.assign_devices("cuda", range(5), {})
+    with pytest.raises(UsageError, match=r"2 found here \(CUDA_VISIBLE_DEVICES=0,1\)"):
+        devices.assign_devices("cuda", range(3), {"CUDA_VISIBLE_DEVICES": "0,1"})
