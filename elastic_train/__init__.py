@@ -1,13 +1,46 @@
 """Elastic training for Flax models on multi-controller JAX."""
 
-from elastic_train.config import Config as Config
-from elastic_train.config import FaultConfig as FaultConfig
-from elastic_train.data.source import ArraySource as ArraySource
-from elastic_train.data.source import DataSource as DataSource
-from elastic_train.data.source import TokenSource as TokenSource
-from elastic_train.plain import main as main
-from elastic_train.step.local import WeightedSum as WeightedSum
-from elastic_train.trainer import MembersChanged as MembersChanged
-from elastic_train.trainer import Recovered as Recovered
-from elastic_train.trainer import StepCommitted as StepCommitted
-from elastic_train.trainer import Trainer as Trainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_train.config import Config as Config
+    from elastic_train.config import FaultConfig as FaultConfig
+    from elastic_train.data.source import ArraySource as ArraySource
+    from elastic_train.data.source import DataSource as DataSource
+    from elastic_train.data.source import TokenSource as TokenSource
+    from elastic_train.plain import main as main
+    from elastic_train.state import TrainState as TrainState
+    from elastic_train.step.local import WeightedSum as WeightedSum
+    from elastic_train.trainer import MembersChanged as MembersChanged
+    from elastic_train.trainer import Recovered as Recovered
+    from elastic_train.trainer import StepCommitted as StepCommitted
+    from elastic_train.trainer import Trainer as Trainer
+
+_HOMES = {
+    "Config": "config",
+    "FaultConfig": "config",
+    "ArraySource": "data.source",
+    "DataSource": "data.source",
+    "TokenSource": "data.source",
+    "main": "plain",
+    "TrainState": "state",
+    "WeightedSum": "step.local",
+    "MembersChanged": "trainer",
+    "Recovered": "trainer",
+    "StepCommitted": "trainer",
+    "Trainer": "trainer",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    # Late: the agent and the coordinator import this package too, and must not import jax.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

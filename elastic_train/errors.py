@@ -29,3 +29,15 @@ class InterruptedByUser(ElasticTrainError):
     """The job was asked to stop and has done so after a commit."""
 
     exit_code = 130
+
+
+# Exit codes of worker processes. Only the agent and the coordinator see them.
+
+EXIT_USER_CODE = 13
+"""The worker's own code raised before it was ready, or keeps raising."""
+
+EXIT_REJOIN = 75
+"""What the worker holds is out of date, or it cannot go on with the group; it wants to be started again as new."""
+
+EXIT_LOST = 76
+"""The worker lost the coordinator."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,7 @@ from elastic_train.membership.group import (
 from elastic_train.membership.heal import Healer
 from elastic_train.membership.live import Group, leave
 from elastic_train.membership.reconcile import STANDING_SIZE, Agreement, Standing, agree, pack, unpack
-from elastic_train.state import TrainState, key_path_leaves, params_sha256, state_sha256
+from elastic_train.state import TrainState, key_path_leaves
 from elastic_train.step.commit import Stepper
 from elastic_train.step.evaluate import Evaluator
 from elastic_train.step.local import LocalProgram
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 MAX_HEALING_ROUNDS = 3
 PAUSE_S = 0.2
-EXIT_USER_CODE = 13
-"""Exit code of a worker whose own code keeps raising."""
 
 
 class Outside(Protocol):
@@ -54,15 +52,6 @@ class Outside(Protocol):
     def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None: ...
     def resend(self) -> None: ...
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None: ...
-    def finished(
-        self,
-        status: str,
-        step: int,
-        samples: int,
-        params_sha256: str,
-        state_sha256: str,
-        result: Mapping[str, object],
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +67,10 @@ class Result:
     status: str
     state: TrainState
     metrics: dict[str, float]
+
+
+class OwnCodeFails(Exception):
+    """This worker's code keeps raising, and that of others does not: this worker leaves."""
 
 
 class Recipe:
@@ -118,10 +111,17 @@ class Training:
       group: the members.
       outside: where records go and requests come from.
       min_workers: below this many members no step is tried.
-      leave_requested: tells whether this worker was asked to leave (SIGTERM to it alone).
+      leave_requested: set when this worker alone was asked to leave.
     """
 
-    def __init__(self, recipe: Recipe, group: Group, outside: Outside, min_workers: int = 1) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: Group,
+        outside: Outside,
+        min_workers: int = 1,
+        leave_requested: threading.Event | None = None,
+    ) -> None:
         self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
         self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
         self._stepper = Stepper(
@@ -135,7 +135,7 @@ class Training:
         self._record: dict[str, Any] | None = None
         self._recovered: dict[str, Any] | None = None
         self._last_commit = time.monotonic()
-        self.leave_requested = False
+        self._leave_requested = leave_requested or threading.Event()
 
     def run(self, view: View) -> Result:
         """Trains to the last step, beginning as a member of `view`."""
@@ -152,6 +152,11 @@ class Training:
             self._evaluate_if_due()
             self._send_record()
         return Result("done", self._state, self._metrics)
+
+    @property
+    def state(self) -> TrainState:
+        """The newest committed state."""
+        return self._state
 
     # Epochs.
 
@@ -271,7 +276,7 @@ class Training:
         last = self._state.step + 1 >= self._config.steps
         joiners = self._outside.candidates if self._group.is_lowest and not last else ()
         stop = self._outside.stop_requested is not None
-        return Vote(self._state.step, stop=stop, leave=self.leave_requested, joiners=tuple(joiners))
+        return Vote(self._state.step, stop=stop, leave=self._leave_requested.is_set(), joiners=tuple(joiners))
 
     def _step(self) -> Commit | Retry | Shrink:
         before = self._state
@@ -297,7 +302,7 @@ class Training:
         if spent and everywhere:
             raise UserCodeError(failure)
         if spent:
-            raise SystemExit(EXIT_USER_CODE)
+            raise OwnCodeFails(failure)
 
     def _committed(self, before: TrainState, metrics: dict[str, float]) -> None:
         now = time.monotonic()
@@ -351,16 +356,3 @@ class Training:
 
     def _phase(self, name: str) -> None:
         self._outside.phase(name, self._state.step)
-
-
-def finish(outside: Outside, result: Result) -> None:
-    """Reports the end with digests over the whole state."""
-    state = result.state
-    outside.finished(
-        result.status,
-        state.step,
-        state.samples,
-        params_sha256(state),
-        state_sha256(state),
-        result.metrics,
-    )

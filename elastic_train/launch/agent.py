@@ -183,9 +183,7 @@ class Agent:
             case "kill":
                 self._workers.kill(wire.identity_value(message.kill.identity))
             case other:
-                raise ValueError(
-                    f"the coordinator sent {other!r}, which this version of the agent does not know"
-                )
+                raise ValueError(f"the coordinator sent {other!r}, which this version of the agent does not know")
 
     def _start(self, identity: Identity) -> None:
         if self._relay is None:

@@ -34,8 +34,7 @@ def pick_platform(environ: Mapping[str, str]) -> str:
     if wanted[0] == "cpu":
         return "cpu"
     raise UsageError(
-        f"JAX_PLATFORMS={environ['JAX_PLATFORMS']}: workers run on cpu or cuda only. "
-        "Set JAX_PLATFORMS to one of them."
+        f"JAX_PLATFORMS={environ['JAX_PLATFORMS']}: workers run on cpu or cuda only. Set JAX_PLATFORMS to one of them."
     )
 
 
@@ -72,9 +71,7 @@ def assign_devices(platform: str, slots: Sequence[int], environ: Mapping[str, st
     gpus = visible_gpus(environ)
     if len(slots) > len(gpus):
         limit = (
-            f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']})"
-            if "CUDA_VISIBLE_DEVICES" in environ
-            else ""
+            f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']})" if "CUDA_VISIBLE_DEVICES" in environ else ""
         )
         raise UsageError(
             f"{len(slots)} workers need {len(slots)} GPUs, one each; {len(gpus)} found here{limit}. "

@@ -36,6 +36,7 @@ class JobSettings:
       platform: "cpu" or "cuda".
       keepalive_s: of the control connection.
       heartbeat_timeout_s: of JAX's coordination service.
+      min_workers: members pause while there are fewer of them.
     """
 
     coordinator: str
@@ -47,6 +48,7 @@ class JobSettings:
     platform: str
     keepalive_s: float
     heartbeat_timeout_s: float
+    min_workers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,7 @@ class WorkerSettings:
                     "config_file": Path(job["config_file"]),
                     "keepalive_s": float(job["keepalive_s"]),
                     "heartbeat_timeout_s": float(job["heartbeat_timeout_s"]),
+                    "min_workers": int(job["min_workers"]),
                 }
             ),
             identity=Identity(int(get("slot")), int(get("incarnation")), int(get("node"))),

@@ -51,13 +51,11 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
         if not config_file.exists():
             config_file.write_text(checked.config_toml, encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"cannot write the run directory {run_dir}: {error}; give another --run-dir"
-        ) from error
+        raise UsageError(f"cannot write the run directory {run_dir}: {error}; give another --run-dir") from error
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-        settings = job_settings(coordinator, secret, run_dir, options.recipe, platform, checked)
+        settings = job_settings(coordinator, secret, run_dir, options, platform, checked)
         agent = start_agent(stack, settings, slots, devices, environ)
         while not agent.ended:
             for number in signals.wait(POLL_S):
@@ -74,19 +72,20 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
 
 
 def job_settings(
-    coordinator: str, secret: str, run_dir: Path, recipe: str, platform: str, checked: Checked
+    coordinator: str, secret: str, run_dir: Path, options: JobOptions, platform: str, checked: Checked
 ) -> JobSettings:
     """What the workers of a host have in common. The config file is the one in `run_dir`."""
     return JobSettings(
         coordinator=coordinator,
         secret=secret,
         run_dir=run_dir,
-        recipe=recipe,
+        recipe=options.recipe,
         config_file=run_dir / "config.toml",
         config_digest=checked.config_digest,
         platform=platform,
         keepalive_s=checked.faults.keepalive_s,
         heartbeat_timeout_s=checked.faults.jax_heartbeat_timeout_s,
+        min_workers=options.min_workers,
     )
 
 

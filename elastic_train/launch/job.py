@@ -89,7 +89,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         )
         agent = None
         if with_agent:
-            settings = job_settings(coordinator.address, secret, run_dir, options.recipe, platform, checked)
+            settings = job_settings(coordinator.address, secret, run_dir, options, platform, checked)
             agent = start_agent(stack, settings, slots, devices, environ)
         else:
             display.note(_how_to_join(coordinator.address, options, run_dir))
@@ -175,9 +175,7 @@ def _watch(coordinator: Coordinator, agent: Agent | None, display: Display, sign
             elif signals.num_stops == 2:
                 coordinator.ask_stop(True, f"a second signal, {number.name}, at the job's process")
             else:
-                raise InterruptedByUser(
-                    "interrupted a third time; all workers were ended without a clean stop"
-                )
+                raise InterruptedByUser("interrupted a third time; all workers were ended without a clean stop")
         if agent is not None and agent.ended and coordinator.wait(POLL_S) is None:
             raise GaveUpError(f"this host's agent has ended before the job: {agent.wait(0).reason}")
         status = coordinator.status()

@@ -39,9 +39,7 @@ class JobOptions:
         if self.min_workers < 1:
             raise UsageError(f"--min-workers {self.min_workers}: use at least 1")
         if self.workers is not None and self.min_workers > self.workers:
-            raise UsageError(
-                f"--min-workers {self.min_workers} exceeds --workers {self.workers}: it would never begin"
-            )
+            raise UsageError(f"--min-workers {self.min_workers} exceeds --workers {self.workers}: it would never begin")
         if self.slots is not None and self.workers is not None and max(self.slots) >= self.workers:
             raise UsageError(
                 f"--slots names slot {max(self.slots)}, but a job of {self.workers} workers has slots 0 to "
@@ -63,14 +61,11 @@ def check_free(bind: str) -> None:
     """Raises UsageError unless `bind`, HOST:PORT, can be listened on. Port 0 means any that is free."""
     host, _, port = bind.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise UsageError(
-            f"--bind {bind}: write HOST:PORT, for example 127.0.0.1:9000; port 0 takes a free one"
-        )
+        raise UsageError(f"--bind {bind}: write HOST:PORT, for example 127.0.0.1:9000; port 0 takes a free one")
     try:
         with socket.create_server((host, int(port))):
             pass
     except OSError as error:
         raise UsageError(
-            f"--bind {bind}: cannot listen there ({error.strerror}). Choose another port, or port 0 for a "
-            "free one."
+            f"--bind {bind}: cannot listen there ({error.strerror}). Choose another port, or port 0 for a free one."
         ) from error

@@ -39,9 +39,7 @@ class WorkerProcesses:
         sent SIGKILL. The code of a signal is negative.
     """
 
-    def __init__(
-        self, command: Sequence[str], log_dir: Path, on_start: StartCallback, on_exit: ExitCallback
-    ) -> None:
+    def __init__(self, command: Sequence[str], log_dir: Path, on_start: StartCallback, on_exit: ExitCallback) -> None:
         self._command = list(command)
         self._log_dir = log_dir
         self._on_start = on_start
@@ -62,9 +60,7 @@ class WorkerProcesses:
                 env=dict(environment),
                 start_new_session=True,
             )
-        waiter = threading.Thread(
-            target=self._wait, args=(identity, process), name=f"wait-{log.stem}", daemon=True
-        )
+        waiter = threading.Thread(target=self._wait, args=(identity, process), name=f"wait-{log.stem}", daemon=True)
         with self._lock:
             self._running[identity] = process
             self._waiters[identity] = waiter

@@ -60,9 +60,7 @@ def config_class_of(trainer: type[Trainer]) -> type[Config]:
 def _split(spec: str) -> tuple[str, str | None]:
     place, colon, class_name = spec.partition(":")
     if not place or (colon and not class_name.isidentifier()):
-        raise UsageError(
-            f"{spec!r} is no recipe; write a file or a module, with :ClassName behind it if needed"
-        )
+        raise UsageError(f"{spec!r} is no recipe; write a file or a module, with :ClassName behind it if needed")
     return place, class_name or None
 
 
@@ -81,9 +79,7 @@ def _load_file(place: str) -> ModuleType:
         raise UsageError(f"no recipe file {place} (looked for {path}).{_suggest(path.stem)}")
     # As `python FILE` does: a recipe may import the modules beside it.
     sys.path.insert(0, str(path.parent))
-    name = (
-        f"recipe_{path.stem}"  # not the bare stem, which may be that of a library, as in linear.py or jax.py
-    )
+    name = f"recipe_{path.stem}"  # not the bare stem, which may be that of a library, as in linear.py or jax.py
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or specification.loader is None:
         raise UsageError(f"{place} is no Python file; a recipe's name ends in .py")
@@ -170,9 +166,7 @@ def _choose(module: ModuleType, place: str, class_name: str | None) -> type[Trai
         raise UsageError(f"{place} defines several trainers: {names}. Say which, for example {place}:{first}")
     if trainers:
         _refuse_abstract(next(iter(trainers.values())), place)
-    raise UsageError(
-        f"{place} defines no trainer. A recipe defines one class that subclasses elastic_train.Trainer."
-    )
+    raise UsageError(f"{place} defines no trainer. A recipe defines one class that subclasses elastic_train.Trainer.")
 
 
 def _refuse_abstract(trainer: type, place: str) -> NoReturn:

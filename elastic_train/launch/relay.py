@@ -119,9 +119,7 @@ class _Connection:
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            with contextlib.suppress(
-                OSError
-            ):  # the service is not there (yet): the worker waits, and so do we
+            with contextlib.suppress(OSError):  # the service is not there (yet): the worker waits, and so do we
                 await loop.create_connection(lambda: self.service, *self.relay.target)
                 return
             await asyncio.sleep(RECONNECT_S)

@@ -17,32 +17,18 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
 
+from elastic_train import jax_private
+from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
 from elastic_train.launch.environment import WorkerSettings
 from elastic_train.launch.versions import versions
 
 if TYPE_CHECKING:
-    from elastic_train.trainer import Trainer
+    from elastic_train.training import Training
 
-EXIT_STARTUP = 13
-"""Exit code of a worker whose recipe raised before the worker was ready."""
-
-EXIT_EVICTED = 75
-"""Exit code of a worker that was told that what it holds is out of date."""
-
-EXIT_LOST = 76
-"""Exit code of a worker that lost the coordinator."""
-
-
-class MemberLink(Link):
-    """A link that knows whether its worker has said that it is ready."""
-
-    is_ready = False
-
-    def ready(self) -> None:
-        self.is_ready = True
-        super().ready()
+END_LIMIT_S = 600.0
+"""How long a worker that has finished waits for the others to finish."""
 
 
 def main() -> NoReturn:
@@ -50,25 +36,29 @@ def main() -> NoReturn:
     settings = WorkerSettings.read(os.environ)
     _install_signal_handlers(settings.leave_requested)
     job = settings.job
-    link = MemberLink(job.coordinator, job.secret, settings.identity, job.keepalive_s)
-    link.on_evict = lambda reason: _leave(EXIT_EVICTED, f"evicted: {reason}")
+    link = Link(job.coordinator, job.secret, settings.identity, job.keepalive_s)
+    link.on_evict = lambda reason: _leave(EXIT_REJOIN, f"evicted: {reason}")
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
     try:
-        _run(link, settings)
-        exit_code = 0
-    except SystemExit as leave:
-        exit_code = leave.code if isinstance(leave.code, int) else 1
-    except Exception as error:
+        training = _prepare(link, settings)
+    except Exception:
         print(traceback.format_exc(), file=sys.stderr, flush=True)
-        startup = not link.is_ready
-        link.failed(step=0, fatal=True, startup=startup, traceback=traceback.format_exc())
-        exit_code = EXIT_STARTUP if startup else getattr(error, "exit_code", ElasticTrainError.exit_code)
+        link.failed(step=0, fatal=True, startup=True, traceback=traceback.format_exc())
+        link.close()
+        _leave(EXIT_USER_CODE, "could not start")
+    from elastic_train.member import run_member
+
+    exit_code = run_member(training, link, settings.identity)
+    if exit_code == 0 and not link.stopped_now.wait(END_LIMIT_S):
+        print(f"the coordinator did not end the job within {END_LIMIT_S:g} s", file=sys.stderr)
+    jax_private.disconnect_worker()
     link.close()
     # Not sys.exit: when jax takes its clients and communicators down it waits for peers that may be gone.
     _leave(exit_code, f"ends with code {exit_code}")
 
 
-def _run(link: MemberLink, settings: WorkerSettings) -> None:
+def _prepare(link: Link, settings: WorkerSettings) -> "Training":
+    """Connects, and does everything slow."""
     job = settings.job
     with ThreadPoolExecutor(1, thread_name_prefix="hello") as background:
         # Importing jax takes longer than anything else here. Meanwhile the coordinator learns of this worker.
@@ -79,26 +69,28 @@ def _run(link: MemberLink, settings: WorkerSettings) -> None:
             config_digest=job.config_digest,
             versions=" ".join(f"{name} {version}" for name, version in versions().items()),
         )
-        from elastic_train import jax_private
+        from elastic_train import member
+        from elastic_train.launch.recipe import config_class_of, load_recipe
 
+        trainer = load_recipe(job.recipe)
         hello.result()
     jax_private.connect_worker(
         address=settings.jax_address,
         node=settings.identity.node,
         num_nodes=settings.num_nodes,
-        platform=job.platform,
         heartbeat_timeout_s=job.heartbeat_timeout_s,
     )
-    trainer = _build_trainer(settings)
-    trainer._fit_member(link, settings)
-
-
-def _build_trainer(settings: WorkerSettings) -> "Trainer":
-    from elastic_train.config_files import resolve
-    from elastic_train.launch.recipe import config_class_of, load_recipe
-
-    trainer = load_recipe(settings.job.recipe)
-    return trainer(resolve(config_class_of(trainer), settings.job.config_file))
+    if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
+        member.share_compiled_programs(job.run_dir / "compiled", settings.identity)
+    ports = frozenset(int(address.rpartition(":")[2]) for address in (job.coordinator, settings.jax_address))
+    return member.prepare_member(
+        trainer(resolve(config_class_of(trainer), job.config_file)),
+        link,
+        settings.identity,
+        job.min_workers,
+        ports,
+        settings.leave_requested,
+    )
 
 
 def _install_signal_handlers(leave_requested: threading.Event) -> None:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from elastic_train.config import FaultConfig
+from elastic_train.errors import EXIT_REJOIN
 from elastic_train.jax_private import LiveDevices
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import (
@@ -30,9 +31,6 @@ from elastic_train.membership.group import (
 from elastic_train.membership.reconcile import STANDING_SIZE
 from elastic_train.step.plan import finish
 from elastic_train.step.reduce import Exchange, Gather, Meeting
-
-EXIT_REJOIN = 75
-"""Exit code of a worker that cannot go on with the group and wants to be started again as new."""
 
 
 class News(Protocol):

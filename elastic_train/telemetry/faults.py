@@ -177,9 +177,7 @@ def _departures(events: Sequence[Event]) -> list[_Departure]:
     return list(found.values())
 
 
-def _claim(
-    departures: Sequence[_Departure], slot: int, index: int, deaths: Sequence[int]
-) -> _Departure | None:
+def _claim(departures: Sequence[_Departure], slot: int, index: int, deaths: Sequence[int]) -> _Departure | None:
     """The departure that belongs to the death of `slot` at `index`, one of its `deaths`.
 
     It lies between the slot's death before and the one after: before this death, if the worker left by
@@ -195,9 +193,7 @@ def _claim(
     return None
 
 
-def _death(
-    events: Sequence[Event], index: int, kind: str, departure: _Departure | None, is_member: bool
-) -> Fault:
+def _death(events: Sequence[Event], index: int, kind: str, departure: _Departure | None, is_member: bool) -> Fault:
     event = events[index]
     slot, step, began = event["slot"], event.get("step"), moment(event)
     told = (moment(e) for e in events if e["event"] == "abort_sent" and e.get("node") == event.get("node"))

@@ -107,8 +107,7 @@ class RunDirectory:
             with ExitStack() as opened:
                 names = ("events", "metrics", "ledger")
                 self._events, self._metrics, self._ledger = (
-                    opened.enter_context((path / f"{name}.jsonl").open("a", encoding="utf-8"))
-                    for name in names
+                    opened.enter_context((path / f"{name}.jsonl").open("a", encoding="utf-8")) for name in names
                 )
                 fcntl.flock(self._events, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._files = opened.pop_all()
@@ -298,9 +297,7 @@ class RunDirectory:
 
     def _note_repeat(self, record: Mapping[str, Any]) -> None:
         if record["epoch"] > self._epoch >= 0:
-            self.event(
-                "steps_repeated", first_step=record["step"], last_step=self._step, epoch=record["epoch"]
-            )
+            self.event("steps_repeated", first_step=record["step"], last_step=self._step, epoch=record["epoch"])
             self._epoch = record["epoch"]
 
     def _flush_regularly(self) -> None:
@@ -329,6 +326,4 @@ def _has_content(path: Path) -> bool:
 
 def _unusable(path: Path, error: OSError) -> UsageError:
     reason = "it is a file" if path.is_file() else error.strerror or str(error)
-    return UsageError(
-        f"cannot write the run directory {path}: {reason}; give a --run-dir that can be written"
-    )
+    return UsageError(f"cannot write the run directory {path}: {reason}; give a --run-dir that can be written")
