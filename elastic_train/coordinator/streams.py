@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -157,13 +158,11 @@ class Server:
         )
         control_pb2_grpc.add_ControlServicer_to_server(_Servicer(receiver), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        _check_free(bind)
         try:
             port = self._server.add_insecure_port(bind)
         except RuntimeError as error:
-            raise UsageError(
-                f"the coordinator cannot listen on {bind}: {error}. Is the port in use? Choose another one,"
-                " or port 0 for any free one."
-            ) from error
+            raise _cannot_listen(bind, error) from error
         self.address = f"{bind.rpartition(':')[0]}:{port}"
 
     def start(self) -> None:
@@ -175,3 +174,22 @@ class Server:
         """Refuses new calls, gives open ones `grace_s` to end, then breaks them."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
+
+
+def _check_free(bind: str) -> None:
+    """Asks before gRPC does, which would print its own account of the failure."""
+    host, _, port = bind.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{bind!r} is no address to listen on: write host:port, such as 127.0.0.1:0")
+    try:
+        with socket.create_server((host.strip("[]"), int(port))):
+            pass
+    except OSError as error:
+        raise _cannot_listen(bind, error) from error
+
+
+def _cannot_listen(bind: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"the coordinator cannot listen on {bind}: {error}. Is the port in use? Choose another one, or port 0"
+        " for any free one."
+    )
