@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -20,6 +20,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.errors import UsageError
+
+MessageType = TypeVar("MessageType", control_pb2.FromWorker, control_pb2.FromAgent)
 
 SERVICE_NAME = "elastic_train.Control"
 HALF_CLOSE_S = 0.02
@@ -90,9 +92,9 @@ class _Servicer(control_pb2_grpc.ControlServicer):
 
     def _serve(
         self,
-        requests: Iterator[Message],
+        requests: Iterator[MessageType],
         context: grpc.ServicerContext,
-        message_arrived: Callable[[Stream, Message], None],
+        message_arrived: Callable[[Stream, MessageType], None],
         ended: Callable[[Stream, bool], None],
     ) -> Iterator[Message]:
         stream = Stream(context)
@@ -123,7 +125,7 @@ class _SecretCheck(grpc.ServerInterceptor):
         if handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             return continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
-        given = metadata.get(wire.SECRET_KEY, "")
+        given = str(metadata.get(wire.SECRET_KEY, ""))
         if hmac.compare_digest(given.encode(), self._secret):
             return continuation(handler_call_details)
         return self._refusal
@@ -153,7 +155,7 @@ class Server:
         # Each stream occupies a thread for its whole life. Some more for status, stop, health.
         self._server = grpc.server(
             ThreadPoolExecutor(max_streams + 16, thread_name_prefix="control"),
-            interceptors=(_SecretCheck(secret),),
+            interceptors=[_SecretCheck(secret)],
             options=wire.server_options(keepalive_s),
         )
         control_pb2_grpc.add_ControlServicer_to_server(_Servicer(receiver), self._server)
