@@ -1,7 +1,7 @@
 """JAX's coordination service, held by a process that is no worker and never imports `jax`.
 
-Private names used here: `jaxlib._jax.get_distributed_runtime_service`, `get_distributed_runtime_client`, and the
-key names of XLA's topology exchange. Tried with jaxlib 0.10.2, 0.11.2 and 0.12.0.1.
+Private names used here: `jaxlib._jax.get_distributed_runtime_service`, `get_distributed_runtime_client`, and
+the key names of XLA's topology exchange. Tried with jaxlib 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations

@@ -7,51 +7,32 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
 
 import grpc
 
 from elastic_train.config import FaultConfig
 from elastic_train.coordinator import control_pb2, wire
+from elastic_train.coordinator.commits import Commits, Records
 from elastic_train.coordinator.jax_service import JaxService
 from elastic_train.coordinator.loop import EventLoop
-from elastic_train.coordinator.order import RecordOrder
+from elastic_train.coordinator.reports import Reports, different_ends
 from elastic_train.coordinator.streams import Server, Stream
-from elastic_train.membership import roster as r
+from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity
+from elastic_train.membership.roster import Limits, Roster
 
 GENERATION = 0
 """This service's number; a job gets another one when its JAX service is replaced."""
 
-ACK_INTERVAL_S = 0.2
-GAP_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 3.0
 """How long a worker that has closed its stream in order may take to exit before it counts as silent."""
 CLOSE_GRACE_S = 1.0
 
-Apply = Callable[[r.Roster, r.Event], tuple[r.Roster, Iterable[r.Action]]]
+Apply = Callable[[Roster, r.Event], tuple[Roster, Iterable[r.Action]]]
 OnEnd = Callable[[r.End, Mapping[int, control_pb2.Finished]], None]
-MessageType = TypeVar("MessageType", control_pb2.ToWorker, control_pb2.ToAgent)
-
-
-class Records(Protocol):
-    """Where events and committed steps are written; called from one thread only."""
-
-    def event(self, name: str, /, **fields: object) -> None: ...
-    def commit(self, record: dict[str, object]) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Report:
-    """The newest Progress of one worker."""
-
-    step: int
-    phase: str
 
 
 class Coordinator:
@@ -73,12 +54,12 @@ class Coordinator:
       address, jax_address: "host:port" of the control plane and of JAX's service.
       roster: the newest state; may be read from any thread.
 
-    Raises UsageError if `bind` is taken. If the event loop fails, the job ends with exit code 1 and a traceback.
+    Raises UsageError if `bind` is taken. If the event loop fails, the job ends with exit code 1.
     """
 
     def __init__(
         self,
-        limits: r.Limits,
+        limits: Limits,
         records: Records,
         *,
         apply: Apply,
@@ -89,7 +70,7 @@ class Coordinator:
         on_end: OnEnd | None = None,
         stall_note_s: float = 30.0,
     ) -> None:
-        self.roster = r.Roster(limits)
+        self.roster = Roster(limits)
         self._records = records
         self._decide = apply
         self._on_note = on_note
@@ -100,13 +81,13 @@ class Coordinator:
         self._identities: dict[Stream, Identity] = {}
         self._agents: dict[str, Stream] = {}
         self._agent_names: dict[Stream, str] = {}
+        self._deserted = threading.Event()
+        self._deserted.set()
         self._exited: set[int] = set()
-        self._reports: dict[int, _Report] = {}
+        self._reports = Reports()
+        self._commits = Commits(self._loop, records, self._acknowledge, self._note_lost_records)
         self._finished: dict[int, control_pb2.Finished] = {}
         self._digests_differ = False
-        self._order = RecordOrder()
-        self._acknowledged_at = 0.0
-        self._quiet_since = time.monotonic()
         self._stop_calls = 0
         self._end: r.End | None = None
         self._ended = threading.Event()
@@ -153,6 +134,10 @@ class Coordinator:
         """The job's end, or None if it goes on after `timeout` seconds."""
         self._ended.wait(timeout)
         return self._end if self._ended.is_set() else None
+
+    def wait_left(self, timeout: float) -> bool:
+        """Waits until no agent and no worker is connected, as is the case soon after the end."""
+        return self._deserted.wait(timeout)
 
     def ask_stop(self, now: bool, reason: str) -> None:
         """Asks the members to stop after a commit, or everybody to stop at once. Returns immediately."""
@@ -290,6 +275,10 @@ class Coordinator:
                 stream.send(control_pb2.ToAgent(shutdown=shutdown))
             self._ended.set()
 
+    def _see_who_is_left(self) -> None:
+        if not self._workers and not self._agents:
+            self._deserted.set()
+
     # Workers --------------------------------------------------------------------------------------
 
     def _from_worker(self, stream: Stream, message: control_pb2.FromWorker) -> None:
@@ -307,7 +296,9 @@ class Coordinator:
             case "view":
                 changed = message.view
                 view = wire.view_value(changed.view)
-                self._apply(r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason)
+                self._apply(
+                    r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason
+                )
             case "progress":
                 self._progress(identity, message.progress)
             case "failed":
@@ -323,6 +314,7 @@ class Coordinator:
             return
         self._workers[identity.node] = stream
         self._identities[stream] = identity
+        self._deserted.clear()
         stream.send(control_pb2.ToWorker(welcome=control_pb2.Welcome()))
         self._apply(r.Hello(identity, hello.pid, hello.host, hello.config_digest), versions=hello.versions)
 
@@ -331,53 +323,36 @@ class Coordinator:
         if identity is None or self._closing:
             return
         del self._workers[identity.node]
+        self._see_who_is_left()
         if broken:
             self._silent(identity, "its control connection broke or stopped answering")
         else:
             reason = f"it closed its control connection and did not exit within {LEAVE_TIMEOUT_S:g} s"
-            self._loop.after(f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason))
+            self._loop.after(
+                f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason)
+            )
 
     def _silent(self, identity: Identity, reason: str) -> None:
         if identity.node not in self._exited:
             self._apply(r.Silent(identity, reason))
 
     def _progress(self, identity: Identity, progress: control_pb2.Progress) -> None:
-        before = self._reports.get(identity.node)
-        self._reports[identity.node] = _Report(progress.step, progress.phase)
-        if before is None or before.step != progress.step:
-            self._quiet_since = time.monotonic()
+        if self._reports.add(identity, progress.step, progress.phase):
             self._apply(r.Stepped(identity, progress.step))
         if progress.records:
-            self._commit(self._order.add(json.loads(record) for record in progress.records))
+            self._commits.add(json.loads(record) for record in progress.records)
 
-    def _commit(self, released: Iterable[dict[str, object]]) -> None:
-        for record in released:
-            self._records.commit(record)
-        if not self._loop.waits_for("ack"):
-            delay_s = max(0.0, self._acknowledged_at + ACK_INTERVAL_S - time.monotonic())
-            self._loop.after("ack", delay_s, self._acknowledge)
-        if self._order.gap is None:
-            self._loop.cancel("gap")
-        elif not self._loop.waits_for("gap"):
-            self._loop.after("gap", GAP_TIMEOUT_S, self._skip_gap)
+    def _acknowledge(self, step: int) -> None:
+        self._tell(self._workers, control_pb2.ToWorker(ack=control_pb2.Ack(step=step)))
 
-    def _acknowledge(self) -> None:
-        self._acknowledged_at = time.monotonic()
-        if self._order.acknowledged is not None:
-            ack = control_pb2.ToWorker(ack=control_pb2.Ack(step=self._order.acknowledged))
-            self._tell(self._workers, ack)
-
-    def _skip_gap(self) -> None:
-        if gap := self._order.gap:
-            first, last = gap
-            self._note(
-                "records_lost",
-                f"The records of steps {first} to {last} are lost: all members that had them died before they"
-                " were sent. The steps themselves count.",
-                first_step=first,
-                last_step=last,
-            )
-            self._commit(self._order.skip())
+    def _note_lost_records(self, first_step: int, last_step: int) -> None:
+        self._note(
+            "records_lost",
+            f"The records of steps {first_step} to {last_step} are lost: all members that had them died"
+            " before they were sent. The steps themselves count.",
+            first_step=first_step,
+            last_step=last_step,
+        )
 
     def _worker_finished(self, identity: Identity, finished: control_pb2.Finished) -> None:
         worker = self.roster.workers.get(identity.slot)
@@ -387,49 +362,42 @@ class Coordinator:
         self._apply(r.Finished(identity, finished.status))
 
     def _compare_digests(self) -> None:
-        """All members must end with the same state; says so loudly if they do not."""
-        digests = {
-            slot: (finished.step, finished.params_sha256, finished.state_sha256)
-            for slot, finished in sorted(self._finished.items())
-            if finished.status != "failed"
-        }
-        if len(set(digests.values())) > 1 and not self._digests_differ:
+        different = different_ends(self._finished)
+        if different and not self._digests_differ:
             self._digests_differ = True
-            lines = [f"  slot {slot}: step {d[0]}, params {d[1]}, state {d[2]}" for slot, d in digests.items()]
+            lines = [
+                f"  slot {slot}: step {step}, params {params}, state {state}"
+                for slot, (step, params, state) in different.items()
+            ]
             self._note(
                 "digests_differ",
                 "ERROR: the members have finished with DIFFERENT states, which must never happen:\n"
                 + "\n".join(lines)
                 + "\nDo not use the result; please report this with the run directory.",
-                slots={str(slot): list(digest) for slot, digest in digests.items()},
+                slots={str(slot): list(end) for slot, end in different.items()},
             )
 
     def _step(self) -> int:
-        """The newest step that a current member has reported; the last known one if there is no member."""
-        reports = self._reports
-        steps = [reports[node].step for node in self.roster.view.nodes if node in reports]
-        return max(steps, default=self._order.acknowledged or 0)
+        return self._reports.step(self.roster.view, default=self._commits.step)
 
     def _note_stall(self) -> None:
-        members = self.roster.view.members
-        waited_s = time.monotonic() - self._quiet_since
-        if not members or self._end is not None:
-            self._quiet_since = time.monotonic()
-        elif waited_s >= self._stall_note_s:
-            reports = {member: self._reports.get(member.node, _Report(0, "")) for member in members}
-            phases = {str(member.slot): report.phase for member, report in reports.items()}
+        """Says who is where if no step has committed for long, and looks again later."""
+        quiet_s = self._reports.quiet_s
+        view = self.roster.view
+        if not view.members or self._end is not None:
+            self._reports.rest()
+        elif quiet_s >= self._stall_note_s:
+            phases = self._reports.phases(view)
             where = ", ".join(f"slot {slot} in {phase or 'no phase yet'}" for slot, phase in phases.items())
             self._note(
                 "no_progress",
-                f"No step has committed for {waited_s:.0f} s; the last is {self._step()}. Now: {where}.",
+                f"No step has committed for {quiet_s:.0f} s; the last is {self._step()}. Now: {where}.",
                 step=self._step(),
-                waited_s=round(waited_s, 1),
-                phases=phases,
+                waited_s=round(quiet_s, 1),
+                phases={str(slot): phase for slot, phase in phases.items()},
             )
-            self._loop.after("stall", self._stall_note_s, self._note_stall)
-            return
-        next_s = self._quiet_since + self._stall_note_s - time.monotonic()
-        self._loop.after("stall", max(0.0, next_s), self._note_stall)
+            quiet_s = 0.0
+        self._loop.after("stall", max(0.0, self._stall_note_s - quiet_s), self._note_stall)
 
     # Agents, and the people behind them -----------------------------------------------------------
 
@@ -459,6 +427,7 @@ class Coordinator:
             number += 1
         self._agents[name] = stream
         self._agent_names[stream] = name
+        self._deserted.clear()
         welcome = control_pb2.AgentWelcome(jax_address=self.jax_address, num_nodes=self._jax.num_nodes)
         stream.send(control_pb2.ToAgent(welcome=welcome))
         self._apply(r.AgentJoined(name, tuple(hello.slots)))
@@ -468,6 +437,7 @@ class Coordinator:
         if name is None or self._closing:
             return
         del self._agents[name]
+        self._see_who_is_left()
         self._apply(r.AgentLost(name))
 
     def _stop_called(self, reason: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hmac
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -19,6 +20,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.errors import UsageError
+
+MessageType = TypeVar("MessageType", control_pb2.FromWorker, control_pb2.FromAgent)
 
 SERVICE_NAME = "elastic_train.Control"
 HALF_CLOSE_S = 0.02
@@ -89,9 +92,9 @@ class _Servicer(control_pb2_grpc.ControlServicer):
 
     def _serve(
         self,
-        requests: Iterator[Message],
+        requests: Iterator[MessageType],
         context: grpc.ServicerContext,
-        message_arrived: Callable[[Stream, Message], None],
+        message_arrived: Callable[[Stream, MessageType], None],
         ended: Callable[[Stream, bool], None],
     ) -> Iterator[Message]:
         stream = Stream(context)
@@ -122,7 +125,7 @@ class _SecretCheck(grpc.ServerInterceptor):
         if handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             return continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
-        given = metadata.get(wire.SECRET_KEY, "")
+        given = str(metadata.get(wire.SECRET_KEY, ""))
         if hmac.compare_digest(given.encode(), self._secret):
             return continuation(handler_call_details)
         return self._refusal
@@ -150,18 +153,16 @@ class Server:
         # Each stream occupies a thread for its whole life. Some more for status, stop, health.
         self._server = grpc.server(
             ThreadPoolExecutor(max_streams + 16, thread_name_prefix="control"),
-            interceptors=(_SecretCheck(secret),),
+            interceptors=[_SecretCheck(secret)],
             options=wire.server_options(keepalive_s),
         )
         control_pb2_grpc.add_ControlServicer_to_server(_Servicer(receiver), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        _check_free(bind)
         try:
             port = self._server.add_insecure_port(bind)
         except RuntimeError as error:
-            raise UsageError(
-                f"the coordinator cannot listen on {bind}: {error}. Is the port in use? Choose another one,"
-                " or port 0 for any free one."
-            ) from error
+            raise _cannot_listen(bind, error) from error
         self.address = f"{bind.rpartition(':')[0]}:{port}"
 
     def start(self) -> None:
@@ -173,3 +174,22 @@ class Server:
         """Refuses new calls, gives open ones `grace_s` to end, then breaks them."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
+
+
+def _check_free(bind: str) -> None:
+    """Asks before gRPC does, which would print its own account of the failure."""
+    host, _, port = bind.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"{bind!r} is no address to listen on: write host:port, such as 127.0.0.1:0")
+    try:
+        with socket.create_server((host.strip("[]"), int(port))):
+            pass
+    except OSError as error:
+        raise _cannot_listen(bind, error) from error
+
+
+def _cannot_listen(bind: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"the coordinator cannot listen on {bind}: {error}. Is the port in use? Choose another one, or port 0"
+        " for any free one."
+    )

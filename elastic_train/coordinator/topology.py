@@ -1,9 +1,9 @@
 """JAX's topology messages: turning one worker's local topology into the global one of all node ids.
 
-A worker publishes a `LocalTopologyProto` and waits for a `GlobalTopologyProto`, which joins the local topologies
-of *all* node ids. With node ids that are used once, most of those nodes do not exist yet; but all workers have
-the same devices, so one message tells what the others will be. XLA's protobuf classes are not in jaxlib, hence
-the few lines of wire format here. Fields that are not named here are copied untouched.
+A worker publishes a `LocalTopologyProto` and waits for a `GlobalTopologyProto`, which joins the local
+topologies of *all* node ids. With node ids that are used once, most of those nodes do not exist yet; but all
+workers have the same devices, so one message tells what the others will be. XLA's protobuf classes are not in
+jaxlib, hence the few lines of wire format here. Fields that are not named here are copied untouched.
 """
 
 from __future__ import annotations

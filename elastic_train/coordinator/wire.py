@@ -42,6 +42,8 @@ def _keepalive(keepalive_s: float) -> Options:
     return [
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
+        # With grpcio 1.85 a server waits for the answer to a keepalive ping for this long, not for the above.
+        ("grpc.http2.ping_timeout_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -1,0 +1,35 @@
+"""A coordinator process of `test_control.py` that never decides anything. Argument: the secret.
+
+Says its address; at each line of input it says `RSS_BYTES JAX_IMPORTED`; ends at end of input.
+"""
+
+import sys
+
+import psutil
+
+from elastic_train.config import FaultConfig
+from elastic_train.coordinator.service import Coordinator
+from elastic_train.membership.roster import Limits
+
+
+class NoRecords:
+    def event(self, name: str, /, **fields: object) -> None: ...
+    def commit(self, record: dict[str, object]) -> None: ...
+
+
+def main() -> None:
+    coordinator = Coordinator(
+        Limits(num_slots=4),
+        NoRecords(),
+        apply=lambda roster, event: (roster, ()),
+        faults=FaultConfig(),
+        secret=sys.argv[1],
+    )
+    print(coordinator.address, flush=True)
+    for _ in sys.stdin:
+        print(psutil.Process().memory_info().rss, "jax" in sys.modules, flush=True)
+    coordinator.close()
+
+
+if __name__ == "__main__":
+    main()
