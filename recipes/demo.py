@@ -38,9 +38,7 @@ STOP_TIMEOUT_S = 30.0
 
 def main() -> int:
     run_directory = Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    print(
-        f"Three workers train {RECIPE.stem}; worker {KILLED_SLOT} gets SIGKILL after step {KILL_AFTER_STEP}."
-    )
+    print(f"Three workers train {RECIPE.stem}; worker {KILLED_SLOT} gets SIGKILL after step {KILL_AFTER_STEP}.")
     sys.stdout.flush()
     command = ["run", str(RECIPE), "--workers", "3", "--steps", str(STEPS), "--run-dir", str(run_directory)]
     with running([*ELASTIC_TRAIN, *command]) as job:
@@ -73,9 +71,7 @@ def wait_for_step(job: subprocess.Popen[bytes], ledger: Path) -> None:
         if job.poll() is not None:
             sys.exit(job.returncode or f"The run ended before step {KILL_AFTER_STEP}; nothing was killed.")
         if time.monotonic() > deadline:
-            sys.exit(
-                f"Step {KILL_AFTER_STEP} was not reached within {START_TIMEOUT_S:.0f} s; see {ledger.parent}"
-            )
+            sys.exit(f"Step {KILL_AFTER_STEP} was not reached within {START_TIMEOUT_S:.0f} s; see {ledger.parent}")
         time.sleep(0.02)
 
 
@@ -96,8 +92,7 @@ def report(run_directory: Path) -> int:
     summary = json.loads((run_directory / "summary.json").read_text())
     each_step_once = [commit["step"] for commit in commits] == list(range(1, STEPS + 1))
     each_sample_once = commits[0]["first_sample"] == 0 and all(
-        before["first_sample"] + before["num_samples"] == after["first_sample"]
-        for before, after in pairwise(commits)
+        before["first_sample"] + before["num_samples"] == after["first_sample"] for before, after in pairwise(commits)
     )
     once = "each once" if each_step_once else "NOT each once"
     print(f"\nWhat was lost, counted from {run_directory}:")
@@ -107,9 +102,7 @@ def report(run_directory: Path) -> int:
         seconds = "unknown" if fault["total_s"] is None else f"{fault['total_s']:.2f} s"
         print(f"  time     worker {fault['slot']} {fault['kind']}: {seconds} until the next committed step")
     back = first_step_back(commits)
-    print(
-        f"  worker   {KILLED_SLOT} {f'took part again from step {back} on' if back else 'DID NOT COME BACK'}"
-    )
+    print(f"  worker   {KILLED_SLOT} {f'took part again from step {back} on' if back else 'DID NOT COME BACK'}")
     return 0 if each_step_once and each_sample_once and summary["faults"] and back else 1
 
 

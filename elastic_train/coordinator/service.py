@@ -296,9 +296,7 @@ class Coordinator:
             case "view":
                 changed = message.view
                 view = wire.view_value(changed.view)
-                self._apply(
-                    r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason
-                )
+                self._apply(r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason)
             case "progress":
                 self._progress(identity, message.progress)
             case "failed":
@@ -328,9 +326,7 @@ class Coordinator:
             self._silent(identity, "its control connection broke or stopped answering")
         else:
             reason = f"it closed its control connection and did not exit within {LEAVE_TIMEOUT_S:g} s"
-            self._loop.after(
-                f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason)
-            )
+            self._loop.after(f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason))
 
     def _silent(self, identity: Identity, reason: str) -> None:
         if identity.node not in self._exited:

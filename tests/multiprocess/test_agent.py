@@ -149,9 +149,7 @@ def wait_for_text(path: Path, count: int = 1) -> list[str]:
 def test_starts_with_its_environment_and_reports_the_exit(
     coordinator: FakeCoordinator, agents: Agents, tmp_path: Path
 ) -> None:
-    agents(
-        "import os, sys; print(os.environ['SLOT'], os.environ['NODES'], sys.stdin.read() == ''); sys.exit(7)"
-    )
+    agents("import os, sys; print(os.environ['SLOT'], os.environ['NODES'], sys.stdin.read() == ''); sys.exit(7)")
     assert coordinator.metadata[wire.SECRET_KEY] == "s3cret"
     coordinator.start(1, incarnation=4, node=9)
     started = coordinator.report("started")
@@ -202,9 +200,7 @@ def test_kill_takes_grandchildren_along(coordinator: FakeCoordinator, agents: Ag
     wait_gone(pid, grandchild)
 
 
-def test_grandchildren_do_not_outlive_an_exit(
-    coordinator: FakeCoordinator, agents: Agents, tmp_path: Path
-) -> None:
+def test_grandchildren_do_not_outlive_an_exit(coordinator: FakeCoordinator, agents: Agents, tmp_path: Path) -> None:
     agents(PARENT.format(then=""))
     coordinator.start(0)
     assert coordinator.report("started").pid
@@ -223,9 +219,7 @@ def test_kill_of_an_older_start_is_harmless(coordinator: FakeCoordinator, agents
 
 
 def test_reports_the_first_traceback(coordinator: FakeCoordinator, agents: Agents) -> None:
-    agent = agents(
-        "print('hello', flush=True)\ntry: 1 / 0\nexcept ZeroDivisionError: raise ValueError('bad input')"
-    )
+    agent = agents("print('hello', flush=True)\ntry: 1 / 0\nexcept ZeroDivisionError: raise ValueError('bad input')")
     coordinator.start(0)
     coordinator.report("started")
     exited = coordinator.report("exited")
@@ -236,9 +230,7 @@ def test_reports_the_first_traceback(coordinator: FakeCoordinator, agents: Agent
     assert agent.first_failure is not None and agent.first_failure.identity.slot == 0
 
 
-def test_a_command_that_does_not_exist_counts_as_an_exit(
-    coordinator: FakeCoordinator, agents: Agents
-) -> None:
+def test_a_command_that_does_not_exist_counts_as_an_exit(coordinator: FakeCoordinator, agents: Agents) -> None:
     agents("", command=["/does/not/exist"])
     coordinator.start(0)
     exited = coordinator.report("exited")

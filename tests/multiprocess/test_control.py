@@ -28,7 +28,7 @@ from elastic_train.coordinator.service import Coordinator
 from elastic_train.coordinator.standalone import run_coordinator
 from elastic_train.coordinator.streams import SERVICE_NAME
 from elastic_train.errors import ElasticTrainError, UsageError
-from elastic_train.membership import roster as r
+from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity, View
 
 SECRET = "only this job knows"
@@ -76,7 +76,7 @@ class Job:
         self._links: list[Link] = []
         self._agents: list[Agent] = []
         self.coordinator = Coordinator(
-            r.Limits(num_slots, num_nodes=2 * num_slots),
+            Limits(num_slots, num_nodes=2 * num_slots),
             self,
             apply=self._apply,
             faults=FaultConfig(keepalive_s=keepalive_s),
@@ -86,7 +86,7 @@ class Job:
             stall_note_s=stall_note_s,
         )
 
-    def _apply(self, roster: r.Roster, event: r.Event) -> tuple[r.Roster, list[r.Action]]:
+    def _apply(self, roster: Roster, event: r.Event) -> tuple[Roster, list[r.Action]]:
         match event:
             case r.Hello(identity, pid, host, _):
                 worker = r.Worker(identity, "here", r.WorkerState.WARMING, pid, host)
@@ -174,9 +174,7 @@ def test_what_a_worker_tells_becomes_events(job: Job) -> None:
         "generation": 0,
         "epoch": 3,
         "step": 7,
-        "workers": [
-            {"slot": 0, "pid": 1001, "host": "here", "incarnation": 0, "state": "warming", "step": 0}
-        ],
+        "workers": [{"slot": 0, "pid": 1001, "host": "here", "incarnation": 0, "state": "warming", "step": 0}],
     }
 
 
@@ -270,9 +268,7 @@ def test_a_wrong_secret_is_refused_and_health_needs_none(job: Job) -> None:
             with pytest.raises(grpc.RpcError) as refused:
                 stub.Status(control_pb2.StatusRequest(), metadata=metadata, timeout=PATIENCE_S)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        reply = stub.Status(
-            control_pb2.StatusRequest(), metadata=wire.secret_metadata(SECRET), timeout=PATIENCE_S
-        )
+        reply = stub.Status(control_pb2.StatusRequest(), metadata=wire.secret_metadata(SECRET), timeout=PATIENCE_S)
         assert json.loads(reply.json) == {"generation": 0, "epoch": 0, "step": 0, "workers": []}
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", SERVICE_NAME):
@@ -526,7 +522,7 @@ def test_a_summary_that_cannot_be_written_is_part_of_the_end(job: Job) -> None:
 
 def start_at(bind: str) -> None:
     Coordinator(
-        r.Limits(1),
+        Limits(1),
         records=None,  # type: ignore[arg-type]
         apply=lambda roster, event: (roster, ()),
         faults=FaultConfig(),

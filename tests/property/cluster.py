@@ -236,9 +236,7 @@ class Cluster:
             process.phase = "warming"
             queue.append(Hello(process.identity, 1000 + process.identity.node, "host", "digest"))
         elif self.fails_at_start:
-            queue.append(
-                Failed(process.identity, 0, True, True, f"Traceback of slot {process.identity.slot}")
-            )
+            queue.append(Failed(process.identity, 0, True, True, f"Traceback of slot {process.identity.slot}"))
             self.die(process, 1)
         else:
             process.phase = "waiting"
@@ -370,9 +368,7 @@ class Cluster:
 
     def fault(self) -> None:
         processes = [process for process in self.processes.values() if process.alive]
-        kind = self.random.choice(
-            ["kill", "kill", "kill", "silent", "leave", "raise", "fence", "lose", "return"]
-        )
+        kind = self.random.choice(["kill", "kill", "kill", "silent", "leave", "raise", "fence", "lose", "return"])
         if kind == "lose" and self.connected:
             self.lose_agent(self.random.choice(sorted(self.connected)))
         elif kind == "return" and self.returning:
@@ -387,9 +383,7 @@ class Cluster:
                 case "leave":
                     process.wants_to_leave = True
                 case "raise":
-                    self.up[process.identity.node].append(
-                        Failed(process.identity, 3, False, False, "ValueError")
-                    )
+                    self.up[process.identity.node].append(Failed(process.identity, 3, False, False, "ValueError"))
                 case "fence":
                     self.fence(process)
 

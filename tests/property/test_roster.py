@@ -50,9 +50,7 @@ def test_once_faults_stop_the_job_gets_done(
 
 @given(seeds, sizes, st.integers(0, 10))
 @schedules(600)
-def test_faults_while_finishing_do_not_block_the_end(
-    seed: int, size: tuple[int, int, int], faults: int
-) -> None:
+def test_faults_while_finishing_do_not_block_the_end(seed: int, size: tuple[int, int, int], faults: int) -> None:
     cluster = cluster_of(seed, size)
     cluster.goal = 5
     for _ in range(faults):
@@ -109,9 +107,7 @@ def test_with_a_small_budget_it_ends_either_way(
 
 @given(seeds, sizes)
 @schedules(200)
-def test_a_bug_at_start_up_ends_the_job_after_one_failure_per_slot(
-    seed: int, size: tuple[int, int, int]
-) -> None:
+def test_a_bug_at_start_up_ends_the_job_after_one_failure_per_slot(seed: int, size: tuple[int, int, int]) -> None:
     cluster = cluster_of(seed, size)
     cluster.fails_at_start = True
     end = cluster.run()

@@ -30,9 +30,7 @@ def commits_with_a_gap(steps: int, away: range) -> list[dict]:
 KILLED = {"kind": "killed", "slot": 1, "step": 2, "total_s": 0.25}
 
 
-def test_nothing_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_nothing_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(demo, "STEPS", 9)
     write_run(tmp_path, commits_with_a_gap(9, range(3, 6)), [KILLED])
     assert demo.report(tmp_path) == 0

@@ -76,12 +76,8 @@ def test_defaults():
 
 
 def test_later_sources_win(tmp_path):
-    file = write(
-        tmp_path, "steps = 5\nseed = 6\nbatch_size = 32\n[faults]\nkeepalive_s = 1\nmax_restarts = 2\n"
-    )
-    config = resolve(
-        RecipeConfig, file, ["seed=7", "steps=8", "faults.keepalive_s=2"], {"steps": 9, "seed": None}
-    )
+    file = write(tmp_path, "steps = 5\nseed = 6\nbatch_size = 32\n[faults]\nkeepalive_s = 1\nmax_restarts = 2\n")
+    config = resolve(RecipeConfig, file, ["seed=7", "steps=8", "faults.keepalive_s=2"], {"steps": 9, "seed": None})
     assert (config.steps, config.seed, config.batch_size) == (9, 7, 32)
     assert config.faults == FaultConfig(keepalive_s=2.0, max_restarts=2)
 
@@ -178,9 +174,7 @@ def test_wrong_type_says_field_value_expectation_and_fix(override, expected):
     assert expected in message
 
 
-@pytest.mark.parametrize(
-    "line", ['steps = "3"', "steps = 3.0", "steps = true", "learning_rate = false", "text = 3"]
-)
+@pytest.mark.parametrize("line", ['steps = "3"', "steps = 3.0", "steps = true", "learning_rate = false", "text = 3"])
 def test_toml_values_are_not_converted_silently(tmp_path, line):
     message = error_of(write(tmp_path, line))
     assert message.startswith(line.split(" ")[0])

@@ -57,8 +57,7 @@ def test_a_line_says_everything_known():
     first, second = stream.getvalue().splitlines()
     assert first == "step 119/300  loss 0.5000  members 2/3  epoch 2"
     assert second == (
-        "step 120/300  loss 0.1234  12.3k samples/s  members 3/3  epoch 2  lost 0.4 s"
-        "  accuracy 0.9512  count 3"
+        "step 120/300  loss 0.1234  12.3k samples/s  members 3/3  epoch 2  lost 0.4 s  accuracy 0.9512  count 3"
     )
 
 

@@ -90,9 +90,7 @@ def test_a_path_into_the_package_works_from_anywhere(tmp_path: Path, monkeypatch
 
 def test_own_file_and_the_module_beside_it(tmp_path: Path) -> None:
     write(tmp_path / "my/mine.py", "WIDTH = 7")
-    path = write(
-        tmp_path / "my/linear.py", f"import mine\n{RECIPE.format(name='Own')}\nOwn.width = mine.WIDTH"
-    )
+    path = write(tmp_path / "my/linear.py", f"import mine\n{RECIPE.format(name='Own')}\nOwn.width = mine.WIDTH")
     trainer = load_recipe(str(path))
     assert trainer.__name__ == "Own" and trainer.width == 7
     assert config_class_of(trainer).__name__ == "OwnConfig"

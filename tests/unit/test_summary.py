@@ -245,8 +245,7 @@ def test_report_says_what_each_fault_cost():
         "fault       worker 1 was killed after step 4: 0.50 s to the next step "
         "(detect 20.0 ms, rebuild 0.20 s, heal 0.10 s)",
         "fault       worker 1 was killed after step 4: no step had to wait",
-        "fault       worker 2 raised an exception after step 9: the step was tried again, "
-        "0.25 s until it committed",
+        "fault       worker 2 raised an exception after step 9: the step was tried again, 0.25 s until it committed",
         "fault       worker 0 was killed after step 4: no step was committed afterwards",
         "rejoin      worker 1 joined at step 9: the others waited 0.40 s; 10.80 s from its start",
         "lost        0 steps; 1.15 s of time",

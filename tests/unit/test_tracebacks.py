@@ -40,9 +40,7 @@ def test_chained_to_the_last(how: str) -> None:
 
 
 def test_the_first_of_two() -> None:
-    text = output_of(
-        "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nint('x')"
-    )
+    text = output_of("import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nint('x')")
     assert first_traceback_in(text).endswith("ZeroDivisionError: division by zero")
 
 
