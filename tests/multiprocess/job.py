@@ -1,0 +1,165 @@
+"""A real job under test: `elastic-train run` in a process of its own, watched through its run directory.
+
+Waits are for events with a deadline, and say what they waited for. Whatever happens, every process is gone at
+the end of the `with` block; whether they went by themselves is part of what is tested (`processes_left`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTY = ROOT / "tests" / "multiprocess" / "recipes" / "faulty.py"
+DEADLINE_S = 120.0
+
+
+class Job:
+    """Starts `elastic-train run` in the background.
+
+    Args:
+      run_dir: must not exist.
+      recipe, options: the command line.
+      faults: what workers of `recipes/faulty.py` do to themselves.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        recipe: Path | str = FAULTY,
+        *options: str,
+        workers: int = 3,
+        faults: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self.run_dir = run_dir
+        self._seen: dict[int, psutil.Process] = {}
+        command = [sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
+        environment = {**os.environ, "FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT)}
+        self._output = open(run_dir.with_suffix(".out"), "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [*command, "--run-dir", str(run_dir), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.note_processes()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for process in self._seen.values():
+            if process.is_running():
+                process.kill()
+        self._output.close()
+
+    # What it has written.
+
+    @property
+    def output(self) -> str:
+        return self.run_dir.with_suffix(".out").read_text()
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """The complete lines of a JSONL file in the run directory."""
+        try:
+            text = (self.run_dir / name).read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines("events.jsonl") if event["event"] == name]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def logs(self) -> str:
+        """The ends of all workers' logs, for the message of a test that fails."""
+        parts = [f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted((self.run_dir / "logs").glob("*"))]
+        return "\n".join([self.output[-3000:], *parts])
+
+    # Waiting.
+
+    def wait_for(self, what: str, condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+        """Polls until `condition` gives something true, and returns it."""
+        end = time.monotonic() + deadline_s
+        while not (found := condition()):
+            if self.process.poll() is not None and not condition():
+                raise AssertionError(f"the job ended while waiting for {what}\n{self.logs()}")
+            if time.monotonic() > end:
+                raise AssertionError(f"waited {deadline_s:g} s for {what}\n{self.logs()}")
+            time.sleep(0.005)
+        self.note_processes()
+        return found
+
+    def wait_step(self, step: int) -> None:
+        self.wait_for(f"step {step}", lambda: any(line["step"] >= step for line in self.lines("ledger.jsonl")))
+
+    def wait_event(self, name: str, count: int = 1, **fields: Any) -> dict[str, Any]:
+        """The `count`th event of this name with these fields."""
+
+        def found() -> dict[str, Any] | None:
+            matching = [e for e in self.events(name) if all(e.get(key) == value for key, value in fields.items())]
+            return matching[count - 1] if len(matching) >= count else None
+
+        return self.wait_for(f"event {name} number {count} with {fields}", found)
+
+    def wait_members(self, *slots: int) -> dict[str, Any]:
+        """Waits until a step is committed by exactly these slots."""
+
+        def committed() -> dict[str, Any] | None:
+            lines = self.lines("ledger.jsonl")
+            return lines[-1] if lines and lines[-1]["workers"] == list(slots) else None
+
+        return self.wait_for(f"a step committed by slots {slots}", committed)
+
+    def finish(self, deadline_s: float = DEADLINE_S) -> int:
+        """Waits for the end; returns the exit code."""
+        end = time.monotonic() + deadline_s
+        while True:
+            self.note_processes()
+            try:
+                return self.process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > end:
+                    raise AssertionError(f"the job did not end within {deadline_s:g} s\n{self.logs()}") from None
+
+    # Processes.
+
+    def note_processes(self) -> None:
+        """Remembers all descendants, so that none can be forgotten when its parent is gone."""
+        try:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen.setdefault(process.pid, process)
+        except psutil.NoSuchProcess:
+            pass
+
+    def processes_left(self, deadline_s: float = 10.0) -> list[psutil.Process]:
+        """Descendants that are still there; gives them a moment to be reaped."""
+        return psutil.wait_procs(list(self._seen.values()), timeout=deadline_s)[1]
+
+    def worker_pid(self, slot: int) -> int:
+        """Process id of the newest start of a slot's worker."""
+        started = [event for event in self.events("worker_started") if event["slot"] == slot]
+        return started[-1]["pid"]
+
+    def kill(self, slot: int, number: int = signal.SIGKILL) -> float:
+        """Sends a signal to a slot's worker; returns the time, in seconds since the Unix epoch."""
+        pid = self.worker_pid(slot)
+        moment = time.time()
+        os.kill(pid, number)
+        return moment
