@@ -69,6 +69,23 @@ class Result:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class _Equal:
+    """All members hold the same state. Ranks in the view's order.
+
+    Attributes:
+      fresh: nobody had any state before; it is the one that the seed gives.
+      new: those who had none.
+      healed: those who received it.
+      heal_s: how long that took.
+    """
+
+    fresh: bool
+    new: tuple[int, ...]
+    healed: tuple[int, ...]
+    heal_s: float
+
+
 class OwnCodeFails(Exception):
     """This worker's code keeps raising, and that of others does not: this worker leaves."""
 
@@ -139,7 +156,7 @@ class Training:
 
     def run(self, view: View) -> Result:
         """Trains to the last step, beginning as a member of `view`."""
-        self._begin(view, "joined", (), ())
+        self._begin(view)
         while self._state.step < self._config.steps:
             if len(self._group.view.members) < self._min_workers:
                 verdict = self._pause()
@@ -163,57 +180,62 @@ class Training:
     def _follow(self, verdict: Commit | Retry | Shrink) -> None:
         """Goes into the next epoch if the verdict names one."""
         if isinstance(verdict, Shrink):
-            self._begin(verdict.view, "death", verdict.gone, ())
+            self._begin(verdict.view, verdict.gone)
         elif isinstance(verdict, Commit) and verdict.view.epoch != self._group.view.epoch:
-            reason = "admission" if verdict.joining else "leave"
-            self._begin(verdict.view, reason, verdict.leaving, verdict.joining)
+            self._begin(verdict.view, verdict.leaving, verdict.joining)
 
-    def _begin(self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]) -> None:
+    def _begin(self, view: View, gone: tuple[Identity, ...] = (), came: tuple[Identity, ...] = ()) -> None:
         """Begins an epoch: meets the members of `view`, and makes all states equal. Shrinks again if it must."""
-        started, healed_s = time.monotonic(), 0.0
-        healed: set[int] = set()
+        started = time.monotonic()
         while True:
-            self._announce(view, reason, gone, came)
+            self._outside.viewed(view, "death" if gone else "admission", gone, came, self._state.step, time.time())
             self._phase("compile")
             self._group.prepare(view)
-            verdict: Any = None
-            for _ in range(MAX_HEALING_ROUNDS + 1):
-                verdict, agreement, standings = self._reconcile()
-                if isinstance(verdict, Shrink):
-                    break
-                if agreement.fresh:
-                    reason = "formed"
-                if not agreement.receivers:
-                    break
-                healing = time.monotonic()
-                verdict = self._heal(agreement, standings)
-                healed_s += time.monotonic() - healing
-                healed |= {view.members[rank].slot for rank in agreement.receivers}
-                if isinstance(verdict, Shrink):
-                    break
-            else:
-                self._give_up_healing(agreement)
-            if not isinstance(verdict, Shrink):
+            outcome = self._make_equal()
+            if isinstance(outcome, _Equal):
                 break
-            view, reason, gone = verdict.view, "death", (*gone, *verdict.gone)
+            view, gone = outcome.view, (*gone, *outcome.gone)
         self._has_state = True
         if self._group.is_lowest:
             self._outside.resend()
+        # A joiner was not told who else is new, but all members see who had no state.
+        new = [view.members[rank].slot for rank in outcome.new]
         self._recovered = {
             "epoch": view.epoch,
             "step": self._state.step,
-            "reason": reason,
+            "kind": "formed" if outcome.fresh else "death" if gone else "admission" if new else "leave",
             "gone": [member.slot for member in gone],
-            "came": [member.slot for member in came],
-            "healed": sorted(healed),
-            "heal_s": healed_s,
-            "rebuild_s": time.monotonic() - started - healed_s,
+            "came": new,
+            "healed": [view.members[rank].slot for rank in outcome.healed],
+            "heal_s": outcome.heal_s,
+            "rebuild_s": time.monotonic() - started - outcome.heal_s,
         }
         failure = self._trainer._epoch_begun(view, self._group.me.slot, self._state.step, self._recovered)
         self._failure = self._failure or failure
 
-    def _announce(self, view: View, reason: str, gone: tuple[Identity, ...], came: tuple[Identity, ...]) -> None:
-        self._outside.viewed(view, reason, gone, came, self._state.step, time.time())
+    def _make_equal(self) -> _Equal | Shrink:
+        """Compares the members' states and transfers the one that counts, until all are equal."""
+        heal_s = 0.0
+        first: Agreement | None = None
+        new: tuple[int, ...] = ()
+        for _ in range(MAX_HEALING_ROUNDS + 1):
+            verdict, agreement, standings = self._reconcile()
+            if isinstance(verdict, Shrink):
+                return verdict
+            if first is None:
+                first = agreement
+                new = tuple(rank for rank, standing in enumerate(standings) if not standing.has_state)
+            if not agreement.receivers:
+                break
+            started = time.monotonic()
+            verdict = self._heal(agreement, standings)
+            heal_s += time.monotonic() - started
+            if isinstance(verdict, Shrink):
+                return verdict
+        else:
+            if self._group.rank in agreement.receivers:
+                leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
+        return _Equal(first.fresh, new, first.receivers, heal_s)
 
     def _reconcile(self) -> tuple[Commit | Shrink, Agreement | None, list[Standing]]:
         """All members say which state they hold."""
@@ -253,10 +275,6 @@ class Training:
         if receives and isinstance(verdict, Commit):
             self._state = TrainState(donor.step, donor.samples, **arrays)
         return verdict
-
-    def _give_up_healing(self, agreement: Agreement) -> None:
-        if self._group.rank in agreement.receivers:
-            leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
 
     def _pause(self) -> Commit | Retry | Shrink:
         """Below the floor: only votes are exchanged, at a slow pace, until joiners bring the number up."""

@@ -31,6 +31,9 @@ LEAVE_TIMEOUT_S = 3.0
 """How long a worker that has closed its stream in order may take to exit before it counts as silent."""
 CLOSE_GRACE_S = 1.0
 
+EXIT_REPORT_S = 0.1
+"""How long an agent may take to report the exit of a worker whose connection broke, before the worker is killed."""
+
 Apply = Callable[[Roster, r.Event], tuple[Roster, Iterable[r.Action]]]
 OnEnd = Callable[[r.End, Mapping[int, control_pb2.Finished]], None]
 
@@ -202,6 +205,7 @@ class Coordinator:
                 self._bury(identity)
             case r.Abort(dead, tell):
                 self._tell(tell, control_pb2.ToWorker(abort=control_pb2.Abort(node=dead.node)))
+                self._records.event("abort_sent", **dead._asdict(), told=list(tell))
             case r.Announce(tell, joiners):
                 candidates = control_pb2.Candidates(joiners=wire.identity_messages(joiners))
                 self._tell(tell, control_pb2.ToWorker(candidates=candidates))
@@ -322,11 +326,11 @@ class Coordinator:
             return
         del self._workers[identity.node]
         self._see_who_is_left()
-        if broken:
-            self._silent(identity, "its control connection broke or stopped answering")
-        else:
-            reason = f"it closed its control connection and did not exit within {LEAVE_TIMEOUT_S:g} s"
-            self._loop.after(f"leave {identity.node}", LEAVE_TIMEOUT_S, partial(self._silent, identity, reason))
+        # A process that ends loses its connection just before its agent reports the exit, which says more.
+        limit_s = EXIT_REPORT_S if broken else LEAVE_TIMEOUT_S
+        how = "broke or stopped answering, and its exit was not reported" if broken else "was closed without an exit"
+        silent = partial(self._silent, identity, f"its control connection {how} within {limit_s:g} s")
+        self._loop.after(f"leave {identity.node}", limit_s, silent)
 
     def _silent(self, identity: Identity, reason: str) -> None:
         if identity.node not in self._exited:
