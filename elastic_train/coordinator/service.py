@@ -31,7 +31,7 @@ LEAVE_TIMEOUT_S = 3.0
 """How long a worker that has closed its stream in order may take to exit before it counts as silent."""
 CLOSE_GRACE_S = 1.0
 
-EXIT_REPORT_S = 0.1
+EXIT_REPORT_S = 1.0
 """How long an agent may take to report the exit of a worker whose connection broke, before the worker is killed."""
 
 Apply = Callable[[Roster, r.Event], tuple[Roster, Iterable[r.Action]]]

@@ -250,7 +250,7 @@ configs = st.builds(
     note=st.none() | st.text().filter(lambda text: text != "none"),
     decay=st.builds(SlowDecay, rate=numbers, wait=st.integers()),
     warm=st.none() | decays,
-    faults=st.builds(FaultConfig, keepalive_s=st.floats(1e-6, 29), max_restarts=st.integers(0)),
+    faults=st.builds(FaultConfig, keepalive_s=st.floats(1e-6, 9), max_restarts=st.integers(0)),
 )
 
 
