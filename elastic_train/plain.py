@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
+from elastic_train.config import ConfigError
+from elastic_train.config_files import resolve, to_toml
+from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError, UserCodeError
+from elastic_train.launch.signals import Signals
+from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Alone, Group
+from elastic_train.state import params_sha256, state_sha256
+from elastic_train.telemetry.progress import Display
+from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
+from elastic_train.telemetry.report import format_summary
 from elastic_train.training import Outside, Recipe, Result, Training
 
 if TYPE_CHECKING:
@@ -59,5 +73,88 @@ def fit_alone(trainer: Trainer, outside: Outside | None = None) -> Result:
     return Training(recipe, group, outside).run(View(1, (ME,)))
 
 
-def main(trainer: type[Trainer]) -> None:
-    raise SystemExit("temp")
+class _Process(Nobody):
+    """The outside of `et.main`: the run directory, a display, and this process's own signals."""
+
+    def __init__(self, records: RunDirectory, display: Display, signals: Signals) -> None:
+        self._records, self._display, self._signals = records, display, signals
+
+    @property
+    def stop_requested(self) -> str | None:
+        """The first signal asks for a stop after the next commit, the second one stops at once."""
+        while self._signals.wait(0):
+            pass
+        if self._signals.num_stops > 1:
+            raise InterruptedByUser("a second signal: stopped at once")
+        return "a signal" if self._signals.num_stops else None
+
+    def viewed(self, view: View, reason: str, gone: Any, came: Any, step: int, time: float) -> None:
+        slots = [member.slot for member in view.members]
+        self._records.event("view_changed", epoch=view.epoch, members=slots, came=slots, left=[], step=step)
+
+    def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None:
+        for written in self._records.commit(record):
+            self._display.update({**written})
+
+    def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
+        self._records.event("user_code_failed", slot=ME.slot, step=step, fatal=fatal, traceback=traceback)
+        self._display.note(traceback)
+
+
+def main(trainer: type[Trainer]) -> NoReturn:
+    """The end of a recipe's file: `et.main(MyTrainer)` trains in this process, with the options that make sense here.
+
+    Ends the process with the exit codes of `elastic-train run`.
+    """
+    from elastic_train.cli import default_run_dir, parse_plain, report_error
+
+    name = Path(sys.argv[0]).stem
+    options = parse_plain(sys.argv[1:], f"python {sys.argv[0]}")
+    try:
+        flags = {"steps": options.steps, "seed": options.seed}
+        config = resolve(trainer.config_class(), options.config, options.set, flags)
+        sys.exit(_train(trainer(config), options.run_dir or default_run_dir(name), name))
+    except ConfigError as error:
+        sys.exit(report_error(UsageError(str(error))))
+    except ElasticTrainError as error:
+        sys.exit(report_error(error))
+
+
+def _train(trainer: Trainer, run_dir: Path, name: str) -> int:
+    prepare_run_directory(run_dir)
+    signals = Signals(signal.SIGINT, signal.SIGTERM)
+    display = Display(sys.stderr, 1, trainer.config.steps)
+    with signals, RunDirectory(run_dir, log_every=trainer.config.log_every) as records:
+        records.write_config(to_toml(trainer.config))
+        about = {"versions": versions(), "start_time": time.time(), "recipe": name, "workers": 1, "pid": os.getpid()}
+        records.write_job({"address": None, **about})
+        records.event("job_started", recipe=name, trainer=type(trainer).__name__, workers=1)
+        display.start()
+        try:
+            ended = _summarized(trainer, _Process(records, display, signals))
+        finally:
+            display.stop()
+        records.event("end", status=ended["status"], exit_code=ended["exit_code"])
+        summary = records.summary({**ended, "versions": versions()})
+    print(format_summary(summary, run_dir), flush=True)
+    return ended["exit_code"]
+
+
+def _summarized(trainer: Trainer, outside: _Process) -> dict[str, Any]:
+    """Trains; how it ended, for the summary."""
+    try:
+        result = fit_alone(trainer, outside)
+    except UserCodeError as error:
+        return {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
+    except InterruptedByUser as error:
+        return {"status": "stopped", "exit_code": error.exit_code, "message": str(error)}
+    state = result.state
+    return {
+        "status": result.status,
+        "exit_code": 0 if result.status == "done" else InterruptedByUser.exit_code,
+        "step": state.step,
+        "samples": state.samples,
+        "params_sha256": params_sha256(state),
+        "state_sha256": state_sha256(state),
+        "metrics": result.metrics,
+    }

@@ -150,6 +150,7 @@ class Training:
         self._failures_in_a_row = 0
         self._metrics: dict[str, float] = {}
         self._record: dict[str, Any] | None = None
+        self._reports_past = False
         self._recovered: dict[str, Any] | None = None
         self._last_commit = time.monotonic()
         self._leave_requested = leave_requested or threading.Event()
@@ -196,7 +197,10 @@ class Training:
                 break
             view, gone = outcome.view, (*gone, *outcome.gone)
         self._has_state = True
-        if self._group.is_lowest:
+        # Steps of the past are reported by the lowest member that saw them, steps to come by the lowest.
+        elders = [rank for rank in range(len(view.members)) if outcome.fresh or rank not in outcome.new]
+        self._reports_past = bool(elders) and elders[0] == self._group.rank
+        if self._reports_past:
             self._outside.resend()
         # A joiner was not told who else is new, but all members see who had no state.
         new = [view.members[rank].slot for rank in outcome.new]
@@ -349,7 +353,9 @@ class Training:
         """Every member keeps the record until it is known to be on disk; the lowest sends it."""
         if self._record is not None:
             urgent = "recovered" in self._record or "evaluation" in self._record
-            self._outside.record(self._record, flush=urgent, send=self._group.is_lowest)
+            present = self._record["epoch"] == self._group.view.epoch
+            send = self._group.is_lowest if present else self._reports_past
+            self._outside.record(self._record, flush=urgent, send=send)
             self._record = None
 
     def _evaluate_if_due(self) -> None:

@@ -76,8 +76,8 @@ class Cluster:
         self.returning: set[str] = set()  # lost agents whose loss was reported: they may join again
         self.processes: dict[int, Process] = {}
         self.tombstones: set[int] = set()
-        self.up: dict[object, deque[Event]] = defaultdict(deque)
-        self.down: dict[object, deque[Action]] = defaultdict(deque)
+        self.up: dict[int | str, deque[Event]] = defaultdict(deque)
+        self.down: dict[int | str, deque[Action]] = defaultdict(deque)
         self.timers: dict[str, float] = {}
         self.clock_s = 0.0
         self.goal = NO_GOAL

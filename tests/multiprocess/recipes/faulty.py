@@ -1,10 +1,10 @@
 """A small model whose workers do to themselves what the environment says, at an exact place.
 
-`FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}: `where` is "data" (while a shard is read),
-"gather" (before the first collective of an epoch), "exchange" (in place of taking part in the exchange),
-"barrier" (after the exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is
-"kill", "raise" or "leave_exchange" (the exchange raises here alone). `step` is the number of committed steps at
-that moment; -1 is any. Each fault happens once, or every time if "always" is true.
+`FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}. `where` is "data" (while a shard is read),
+"gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
+exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is "kill" or "raise".
+`step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
+happens once, or every time if "always" is true.
 """
 
 import json

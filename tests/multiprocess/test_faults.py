@@ -1,0 +1,186 @@
+"""Workers die, raise and stop for real; the job goes on, and ends with the state of a run without faults.
+
+JAX's own heartbeat timeout is 60 s in all of these: only our own detection can make them pass in time.
+"""
+
+import signal
+
+import pytest
+from job import FAULTY, Job
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = "60"
+FAST_RESTARTS = ("--set", "faults.first_backoff_s=0.1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict:
+    """Summary of the run that all others must equal."""
+    with Job(tmp_path_factory.mktemp("undisturbed") / "run", FAULTY, "--steps", STEPS, workers=3) as job:
+        assert job.finish() == 0, job.logs()
+        assert job.summary["faults"] == []
+        assert job.processes_left() == []
+        return job.summary
+
+
+def assert_exact(job: Job, undisturbed: dict) -> None:
+    """The job ended well, as if nothing had happened, and left no process behind."""
+    summary = job.summary
+    assert summary["status"] == "done", job.logs()
+    assert summary["params_sha256"] == undisturbed["params_sha256"], job.logs()
+    assert summary["state_sha256"] == undisturbed["state_sha256"]
+    assert job.events("digests_differ") == []
+    steps = [line["step"] for line in job.lines("ledger.jsonl")]
+    assert steps == list(range(1, int(STEPS) + 1))
+    assert job.processes_left() == []
+
+
+def fault(slot: int, where: str, step: int = -1, what: str = "kill", **more) -> dict:
+    return {"slot": slot, "where": where, "step": step, "what": what, **more}
+
+
+def run(tmp_path, *faults: dict, workers: int = 3, options: tuple[str, ...] = ()) -> Job:
+    arguments = ("--steps", STEPS, *FAST_RESTARTS, *options)
+    return Job(tmp_path / "run", FAULTY, *arguments, workers=workers, faults=faults)
+
+
+def kinds(job: Job) -> list[tuple[str, int]]:
+    return [(found["kind"], found["slot"]) for found in job.summary["faults"]]
+
+
+@pytest.mark.parametrize(
+    "where", ["data", "exchange", "barrier", "hook"], ids=["in compute", "in exchange", "before the barrier", "after"]
+)
+@pytest.mark.parametrize("slot", [0, 2])
+def test_sigkill_of_one_worker(tmp_path, undisturbed, where, slot):
+    with run(tmp_path, fault(slot, where, step=20)) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        assert kinds(job) == [("killed", slot)]
+
+
+def test_sigkill_of_all_but_one_in_the_same_step(tmp_path, undisturbed):
+    with run(tmp_path, fault(0, "exchange", step=20), fault(1, "exchange", step=20)) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        assert sorted(kinds(job)) == [("killed", 0), ("killed", 1)]
+
+
+def test_second_sigkill_while_the_survivors_rebuild(tmp_path, undisturbed):
+    """Slot 1 dies as soon as it has learned that slot 0 is gone, before its first collective of the new epoch."""
+    with run(tmp_path, fault(0, "data", step=20), fault(1, "gather", step=20)) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+
+
+def test_sigkill_during_the_very_first_exchange(tmp_path, undisturbed):
+    with run(tmp_path, fault(1, "gather", step=0)) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+
+
+@pytest.mark.parametrize("order", [(2, 0), (0, 1, 2)], ids=["2 then 0", "0 then 1 then 2"])
+def test_killed_workers_rejoin_with_the_right_state(tmp_path, order):
+    """Each is killed once the one before is back. The number of steps is open, so the end is asked for."""
+    with Job(tmp_path / "run", FAULTY, "--steps", "100000", *FAST_RESTARTS, workers=3) as job:
+        job.wait_step(10)
+        for slot in order:
+            killed = job.kill(slot)
+            back = job.wait_for(
+                f"slot {slot} to be healed",
+                lambda: [e for e in job.events("recovered") if e["time"] > killed and e["healed"] == [slot]],  # noqa: B023
+            )[0]
+            job.wait_step(back["step"] + 5)
+        job.process.send_signal(signal.SIGINT)
+        assert job.finish() == 130, job.logs()
+        # All three end with one state.
+        ended = job.events("worker_finished")
+        assert sorted(event["slot"] for event in ended) == [0, 1, 2]
+        assert job.events("digests_differ") == []
+        assert job.processes_left() == []
+
+
+def test_worker_that_raises_once_is_retried(tmp_path, undisturbed):
+    with run(tmp_path, fault(1, "data", step=20, what="raise"), fault(0, "hook", step=30, what="raise")) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        assert kinds(job) == [("raised", 1), ("raised", 0)]
+        assert "planned failure in data at step 20 on slot 1" in job.events("user_code_failed")[0]["traceback"]
+
+
+def test_worker_that_always_raises_is_given_up_and_the_others_go_on(tmp_path, undisturbed):
+    always = fault(1, "data", what="raise", always=True, incarnation=-1)
+    with run(tmp_path, always, options=("--set", "faults.max_restarts=1")) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        assert "planned failure in data" in job.output
+        assert job.lines("ledger.jsonl")[-1]["workers"] == [0, 2]
+
+
+def test_code_that_raises_on_all_workers_ends_the_job_with_the_traceback(tmp_path):
+    with run(tmp_path, fault(-1, "data", step=5, what="raise", always=True)) as job:
+        assert job.finish() == 3, job.logs()
+        assert "planned failure in data at step 5" in job.output
+        assert job.summary["status"] == "failed"
+        assert len(job.events("worker_started")) == 3
+        assert job.processes_left() == []
+
+
+def test_code_that_raises_at_start_on_all_workers_is_not_tried_for_ever(tmp_path):
+    with run(tmp_path, fault(-1, "start", what="raise", always=True, incarnation=-1)) as job:
+        assert job.finish() == 3, job.logs()
+        assert "planned failure in start" in job.output
+        assert job.lines("ledger.jsonl") == []
+        assert len(job.events("worker_started")) <= 6
+        assert job.processes_left() == []
+
+
+def test_exchange_that_fails_on_one_member_alone_costs_that_worker_only(tmp_path, undisturbed):
+    """Nobody has died, so the others may have committed: the worker must not guess, and comes back as new."""
+    alone = fault(2, "exchange", step=20, what="raise")
+    with run(tmp_path, alone, options=("--set", "faults.doubt_timeout_s=1.0")) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        assert [(kind, slot) for kind, slot in kinds(job)] == [("exited", 2)]
+
+
+def test_stopped_worker_is_replaced(tmp_path):
+    """SIGSTOP: the process lives and holds its sockets, but answers nobody."""
+    with Job(tmp_path / "run", FAULTY, "--steps", "100000", "--set", "faults.keepalive_s=1.0", workers=3) as job:
+        job.wait_step(10)
+        stopped = job.kill(1, signal.SIGSTOP)
+        job.wait_for(
+            "slot 1 to be replaced",
+            lambda: [e for e in job.events("recovered") if e["time"] > stopped and e["healed"] == [1]],
+        )
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 130, job.logs()
+        assert ("stopped", 1) in kinds(job)
+        assert job.processes_left() == []
+
+
+def test_killed_agent_leaves_no_process_behind(tmp_path):
+    with Job(tmp_path / "run", FAULTY, "--steps", "100000", workers=3) as job:
+        job.wait_step(5)
+        job.process.kill()
+        job.process.wait()
+        assert len(job._seen) >= 3
+        assert job.processes_left() == []
+
+
+def test_below_the_floor_the_job_waits_for_the_missing_worker(tmp_path, undisturbed):
+    with run(tmp_path, fault(2, "data", step=20), options=("--min-workers", "3")) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        assert {tuple(line["workers"]) for line in job.lines("ledger.jsonl")} == {(0, 1, 2)}
+        assert job.events("below_floor") and job.events("floor_reached")
+
+
+def test_two_jobs_at_once_do_not_mix(tmp_path, undisturbed):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with run(tmp_path / "a", workers=1) as first, run(tmp_path / "b", workers=2) as second:
+        assert first.finish() == 0 and second.finish() == 0, first.logs() + second.logs()
+        assert_exact(first, undisturbed)
+        assert_exact(second, undisturbed)

@@ -1,0 +1,473 @@
+"""The roster, one rule at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+
+from elastic_train.membership.group import Identity, View
+from elastic_train.membership.roster import Limits, Roster, WorkerState, apply
+from elastic_train.membership.roster_events import (
+    Abort,
+    Action,
+    AgentJoined,
+    AgentLost,
+    Announce,
+    AskStop,
+    End,
+    Event,
+    Evict,
+    Exited,
+    Failed,
+    Finished,
+    Form,
+    Hello,
+    Kill,
+    Note,
+    Ready,
+    SetTimer,
+    Silent,
+    Start,
+    Started,
+    Stepped,
+    StopAsked,
+    TimerOver,
+    Tombstone,
+    Viewed,
+)
+
+A, B, C = Identity(0, 0, 1), Identity(1, 0, 2), Identity(2, 0, 3)
+"""The first starts of slots 0, 1 and 2."""
+
+LIMITS = Limits(num_slots=3, max_restarts=3, forgive_after_steps=20, start_grace_s=60.0)
+Kind = TypeVar("Kind")
+
+
+def play(roster: Roster, *events: Event) -> tuple[Roster, tuple[Action, ...]]:
+    """Applies events; returns the actions of the last one."""
+    actions: tuple[Action, ...] = ()
+    for event in events:
+        roster, actions = apply(roster, event)
+    return roster, actions
+
+
+def those(actions: tuple[Action, ...], *kinds: type[Kind]) -> list[Kind]:
+    return [action for action in actions if isinstance(action, kinds)]
+
+
+def quiet(actions: tuple[Action, ...]) -> list[Action]:
+    """All actions but notes."""
+    return [action for action in actions if not isinstance(action, Note)]
+
+
+def notes(actions: tuple[Action, ...]) -> dict[str, Note]:
+    return {note.event: note for note in those(actions, Note)}
+
+
+def started(limits: Limits = LIMITS) -> Roster:
+    """All three workers are warming."""
+    roster = apply(Roster(limits), AgentJoined("host", (0, 1, 2)))[0]
+    for worker in (A, B, C):
+        roster, _ = play(roster, Started(worker, 100), Hello(worker, 100, "host", "digest"))
+    return roster
+
+
+def training(limits: Limits = LIMITS) -> Roster:
+    """All three workers are members of epoch 1."""
+    return play(started(limits), Ready(A), Ready(B), Ready(C))[0]
+
+
+def with_joiner(roster: Roster) -> tuple[Roster, Identity]:
+    """C died, the others went on, and its next start is ready."""
+    roster, _ = play(roster, Exited(C, -9, ""), Viewed(A, View(2, (A, B)), 5), TimerOver("restart/2"))
+    joiner = roster.workers[2].identity
+    return play(roster, Hello(joiner, 1, "host", "digest"), Ready(joiner))[0], joiner
+
+
+# Starting -------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_starts_its_slots_with_fresh_nodes() -> None:
+    roster, actions = play(Roster(LIMITS), AgentJoined("host", (0, 1, 2)))
+    assert quiet(actions) == [Start("host", A), Start("host", B), Start("host", C), SetTimer("floor", 3600.0)]
+    assert roster.next_node == 4
+
+
+def test_apply_does_not_change_its_argument() -> None:
+    roster = training()
+    before = replace(roster, workers=dict(roster.workers), slots=dict(roster.slots))
+    apply(roster, Exited(A, 1, "boom"))
+    assert roster == before
+
+
+def test_slots_that_the_job_has_not_or_another_agent_fills_are_refused() -> None:
+    roster, actions = play(Roster(LIMITS), AgentJoined("one", (0, 1)), AgentJoined("two", (1, 2, 3)))
+    assert those(actions, Start) == [Start("two", Identity(2, 0, 3))]
+    assert "slots 1, 3" in notes(actions)["slots_refused"].show
+    assert roster.agents == {"one": (0, 1), "two": (2,)}
+
+
+def test_node_ids_run_out() -> None:
+    roster, actions = play(Roster(replace(LIMITS, num_nodes=3)), AgentJoined("host", (0, 1, 2)))
+    assert those(actions, Start) == [Start("host", A), Start("host", B)]
+    (end,) = those(actions, End)
+    assert (end.exit_code, end.status) == (4, "gave_up")
+    assert "all 2 node ids are used" in end.message
+    assert roster.ended
+
+
+def test_a_worker_goes_from_starting_to_member() -> None:
+    roster, actions = play(Roster(replace(LIMITS, num_slots=1)), AgentJoined("host", (0,)))
+    assert roster.workers[0].state is WorkerState.STARTING
+    roster, actions = play(roster, Started(A, 17))
+    assert quiet(actions) == [SetTimer("start/0/0", 600.0)]
+    roster, _ = play(roster, Hello(A, 17, "host", "digest"))
+    assert roster.workers[0].state is WorkerState.WARMING
+    roster, actions = play(roster, Ready(A))
+    assert roster.workers[0].state is WorkerState.MEMBER
+    assert quiet(actions) == [Form(View(1, (A,)), (1,))]
+
+
+def test_a_hello_may_overtake_started() -> None:
+    roster, actions = play(
+        Roster(LIMITS), AgentJoined("host", (0,)), Hello(A, 17, "host", "d"), Ready(A), Started(A, 17)
+    )
+    assert roster.workers[0].state is WorkerState.READY
+    assert quiet(actions) == []
+
+
+def test_a_worker_that_takes_too_long_to_start_is_killed() -> None:
+    roster, actions = play(started(), TimerOver("start/1/0"))
+    (kill,) = those(actions, Kill)
+    assert kill.identity == B
+    assert "slot 1 was not ready 600 s after its start" in kill.reason
+    assert roster.workers[1].state is WorkerState.WARMING, "dead only once it has exited"
+    _, actions = play(training(), TimerOver("start/1/0"))
+    assert actions == ()
+
+
+def test_events_of_an_old_incarnation() -> None:
+    roster, _ = play(training(), Exited(C, -9, ""), TimerOver("restart/2"))
+    view = View(9, (A, C))
+    told = (Hello(C, 1, "h", "d"), Ready(C), Viewed(C, view, 1), Stepped(C, 1), Finished(C, "done"))
+    for event in told:
+        after, actions = apply(roster, event)
+        assert after == roster
+        (evict,) = actions
+        assert isinstance(evict, Evict)
+        assert evict.identity == C
+        assert "slot 2 has incarnation 1 (node 4); you are incarnation 0 (node 3)" in evict.reason
+    for event in (Exited(C, -9, ""), Silent(C, "gone"), Started(C, 1)):
+        assert apply(roster, event) == (roster, ())
+
+
+def test_unknown_timers_are_an_error() -> None:
+    with pytest.raises(ValueError, match="nonsense"):
+        apply(training(), TimerOver("nonsense"))
+
+
+# Forming --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_group_forms_when_all_are_ready() -> None:
+    roster, actions = play(started(), Ready(A), Ready(B))
+    assert those(actions, Form) == []
+    _, actions = play(roster, Ready(C))
+    assert those(actions, Form) == [Form(View(1, (A, B, C)), (1, 2, 3))]
+
+
+def test_the_grace_timer_is_set_once_and_forms_with_those_ready() -> None:
+    limits = replace(LIMITS, min_workers=2)
+    roster, actions = play(started(limits), Ready(C))
+    assert quiet(actions) == []
+    roster, actions = play(roster, Ready(A))
+    assert quiet(actions) == [SetTimer("grace", 60.0)]
+    assert "waiting up to 60 s for slot 1" in notes(actions)["waiting"].show
+    same, actions = play(roster, Stepped(A, 0))
+    assert quiet(actions) == []
+    _, actions = play(same, TimerOver("grace"))
+    assert quiet(actions) == [Form(View(1, (A, C)), (1, 3))]
+
+
+def test_the_grace_timer_waits_again_if_too_few_are_left() -> None:
+    limits = replace(LIMITS, min_workers=2)
+    roster, _ = play(started(limits), Ready(A), Ready(C), Exited(C, 1, ""))
+    roster, actions = play(roster, TimerOver("grace"))
+    assert quiet(actions) == []
+    _, actions = play(roster, Ready(B))
+    assert quiet(actions) == [SetTimer("grace", 60.0)]
+
+
+def test_a_slot_that_was_given_up_is_not_waited_for() -> None:
+    roster, _ = play(started(replace(LIMITS, max_restarts=0)), Ready(A), Ready(B))
+    _, actions = play(roster, Exited(C, 1, ""))
+    assert those(actions, Form) == [Form(View(1, (A, B)), (1, 2))]
+
+
+# Views ----------------------------------------------------------------------------------------------------
+
+
+def test_a_ready_joiner_is_announced_and_told_once_the_members_have_agreed() -> None:
+    roster, _ = play(training(), Exited(C, -9, ""), Viewed(A, View(2, (A, B)), 5), TimerOver("restart/2"))
+    joiner = Identity(2, 1, 4)
+    roster, actions = play(roster, Hello(joiner, 1, "host", "d"), Ready(joiner))
+    assert quiet(actions) == [Announce((1, 2), (joiner,))], "and no grace timer: there are members"
+    view = View(3, (A, B, joiner))
+    roster, actions = play(roster, Viewed(B, view, 9))
+    assert quiet(actions) == [Form(view, (4,)), Announce((1, 2, 4), ())]
+    assert roster.workers[2].state is WorkerState.MEMBER
+    _, actions = play(roster, Viewed(A, view, 9))
+    assert quiet(actions) == [], "an equal epoch is old news"
+
+
+def test_a_view_that_the_reporter_is_not_in_is_ignored() -> None:
+    roster = training()
+    assert apply(roster, Viewed(A, View(7, (B, C)), 3)) == (roster, ())
+
+
+def test_a_joiner_that_died_after_its_admission_is_reported_to_each_reporter() -> None:
+    roster, joiner = with_joiner(training())
+    roster, actions = play(roster, Exited(joiner, -9, ""))
+    assert quiet(actions)[:3] == [Tombstone(joiner), Abort(joiner, (1, 2)), Announce((1, 2), ())]
+    view = View(3, (A, B, joiner))
+    roster, actions = play(roster, Viewed(A, view, 9))
+    assert quiet(actions) == [Announce((1, 2), ()), Abort(joiner, (1,))]
+    _, actions = play(roster, Viewed(B, view, 9))
+    assert quiet(actions) == [Abort(joiner, (2,))]
+
+
+def test_other_joiners_of_a_view_hear_of_the_dead_in_it() -> None:
+    roster, _ = play(training(), Exited(B, -9, ""), Exited(C, -9, ""), Viewed(A, View(2, (A,)), 5))
+    roster, _ = play(roster, TimerOver("restart/1"), TimerOver("restart/2"))
+    b, c = (roster.workers[slot].identity for slot in (1, 2))
+    view = View(3, (A, b, c))
+    _, actions = play(roster, Ready(b), Ready(c), Exited(c, -9, ""), Viewed(A, view, 9))
+    assert quiet(actions) == [Form(view, (b.node,)), Announce((1, b.node), ()), Abort(c, (1, b.node))]
+
+
+def test_a_member_that_the_others_left_behind_has_to_exit() -> None:
+    roster, actions = play(training(), Viewed(A, View(2, (A, B)), 5))
+    assert quiet(actions) == [SetTimer("leave/2/0", 30.0), Announce((1, 2), ())]
+    assert [worker.identity for worker in roster.members] == [A, B]
+    _, actions = play(roster, TimerOver("leave/2/0"))
+    assert [kill.identity for kill in those(actions, Kill)] == [C]
+    _, actions = play(roster, Exited(C, 75, ""), TimerOver("leave/2/0"))
+    assert quiet(actions) == []
+
+
+# Death ----------------------------------------------------------------------------------------------------
+
+
+def test_a_death_in_order() -> None:
+    roster, actions = play(training(), Stepped(B, 7), Exited(B, -9, ""))
+    assert quiet(actions) == [Tombstone(B), Abort(B, (1, 3)), SetTimer("restart/1", 0.0)]
+    fields = notes(actions)["worker_died"].fields
+    assert (fields["slot"], fields["incarnation"]) == (1, 0)
+    assert (fields["exit_code"], fields["step"], fields["state"]) == (-9, 7, "member")
+    _, actions = play(roster, TimerOver("restart/1"))
+    assert those(actions, Start) == [Start("host", Identity(1, 1, 4))]
+
+
+def test_back_off_doubles_up_to_a_limit_and_the_budget_ends() -> None:
+    limits = replace(LIMITS, max_restarts=5, first_backoff_s=0.5, max_backoff_s=3.0)
+    roster, delays = training(limits), []
+    for _ in range(5):
+        roster, actions = play(roster, Exited(roster.workers[2].identity, 1, "boom"))
+        delays += [timer.delay_s for timer in those(actions, SetTimer) if timer.name == "restart/2"]
+        roster, _ = play(roster, TimerOver("restart/2"))
+    assert delays == [0.0, 0.5, 1.0, 2.0, 3.0]
+    roster, actions = play(roster, Exited(roster.workers[2].identity, 1, "boom"))
+    assert "gave up slot 2" in notes(actions)["slot_given_up"].show
+    assert those(actions, End, SetTimer) == [], "two slots are left, one is enough"
+    _, actions = play(roster, TimerOver("restart/2"), AgentJoined("host", (0, 1, 2)))
+    assert those(actions, Start) == []
+
+
+def test_given_up_slots_end_the_job_below_min_workers() -> None:
+    limits = replace(LIMITS, max_restarts=0, min_workers=2)
+    roster, _ = play(training(limits), Exited(C, -9, ""))
+    roster, actions = play(roster, Exited(B, 1, "Traceback: boom"))
+    (end,) = those(actions, End)
+    assert (end.exit_code, end.status) == (4, "gave_up")
+    for words in ("slot 1: last exit code 1", "slot 2: last exit code -9", "of slot 1:\nTraceback: boom"):
+        assert words in end.message
+    assert apply(roster, Exited(A, 1, "")) == (roster, ())
+
+
+def test_steps_forgive_earlier_failures() -> None:
+    roster, joiner = with_joiner(training())
+    roster, _ = play(roster, Viewed(A, View(3, (A, B, joiner)), 9), Stepped(joiner, 10), Stepped(joiner, 28))
+    assert roster.slots[2].failures == 1, "19 steps"
+    roster, _ = play(roster, Stepped(joiner, 29))
+    assert roster.slots[2].failures == 0, "20 steps"
+    _, actions = play(roster, Exited(joiner, -9, ""))
+    assert SetTimer("restart/2", 0.0) in actions
+
+
+def test_a_silent_worker_is_killed_before_it_is_declared_dead() -> None:
+    roster, actions = play(training(), Silent(B, "keepalive ran out"))
+    assert quiet(actions) == [Kill("host", B, "keepalive ran out")]
+    _, actions = play(roster, Exited(B, -9, ""))
+    assert quiet(actions)[:2] == [Tombstone(B), Abort(B, (1, 3))]
+
+
+def test_a_lost_agent_takes_its_workers_with_it_until_it_comes_back() -> None:
+    limits = replace(LIMITS, min_workers=2)
+    roster, _ = play(Roster(limits), AgentJoined("one", (0,)), AgentJoined("two", (1, 2)))
+    roster, _ = play(roster, Ready(A), Ready(B), Ready(C))
+    roster, actions = play(roster, AgentLost("two"))
+    assert quiet(actions) == [
+        Tombstone(B),
+        Tombstone(C),
+        Abort(B, (1,)),
+        Abort(C, (1,)),
+        SetTimer("floor", 3600.0),
+    ]
+    same, actions = play(roster, TimerOver("restart/1"))
+    assert (same, actions) == (roster, ())
+    roster, actions = play(roster, Ready(B))
+    assert [evict.identity for evict in those(actions, Evict)] == [B], "it may live on, cut off"
+    _, actions = play(roster, AgentJoined("two", (1, 2)))
+    assert those(actions, Start) == [Start("two", Identity(1, 1, 4)), Start("two", Identity(2, 1, 5))]
+
+
+def test_without_agents_the_floor_timer_ends_the_job() -> None:
+    roster, actions = play(training(), AgentLost("host"))
+    assert SetTimer("floor", 3600.0) in actions
+    _, actions = play(roster, TimerOver("floor"))
+    assert [end.exit_code for end in those(actions, End)] == [4]
+
+
+def test_when_all_members_died_a_new_group_forms_from_the_start() -> None:
+    roster, joiner = with_joiner(training())
+    roster, actions = play(roster, Exited(A, -9, ""), Exited(B, -9, ""))
+    assert "the state in memory is lost" in notes(actions)["group_lost"].show
+    assert SetTimer("grace", 60.0) in actions
+    _, actions = play(roster, TimerOver("grace"))
+    assert those(actions, Form) == [Form(View(3, (joiner,)), (joiner.node,))]
+
+
+# User code ------------------------------------------------------------------------------------------------
+
+
+def failure(worker: Identity, *, startup: bool = True, text: str = "") -> Failed:
+    return Failed(worker, 4, fatal=startup, startup=startup, traceback=text or f"Traceback of {worker.slot}")
+
+
+def test_a_bug_at_start_up_ends_the_job_once_every_slot_has_met_it() -> None:
+    roster, actions = play(started(), failure(B), Exited(B, 1, ""), TimerOver("restart/1"), failure(C))
+    assert those(actions, End) == []
+    _, actions = play(roster, failure(A))
+    (end,) = those(actions, End)
+    assert (end.exit_code, end.status) == (3, "failed")
+    assert "First traceback, of slot 1:\nTraceback of 1" in end.message
+
+
+def test_a_failure_counts_even_if_the_exit_and_the_restart_came_first() -> None:
+    roster, _ = play(started(), failure(A), failure(B), Exited(C, 1, ""), TimerOver("restart/2"))
+    _, actions = play(roster, failure(C))
+    assert [end.exit_code for end in those(actions, End)] == [3]
+
+
+def test_a_failure_at_start_up_is_a_death_like_others_once_a_worker_was_ready() -> None:
+    roster, _ = play(started(), Ready(A), failure(B), failure(C), Exited(A, 1, ""), TimerOver("restart/0"))
+    _, actions = play(roster, failure(roster.workers[0].identity))
+    assert those(actions, End) == []
+
+
+def test_failures_in_training_are_shown_and_the_first_is_kept() -> None:
+    roster, actions = play(training(), failure(B, startup=False, text="Traceback\n  line\nValueError: one"))
+    show = notes(actions)["user_code_failed"].show
+    assert "worker 1 (incarnation 0): user code raised at step 4:\nTraceback" in show
+    roster, actions = play(roster, failure(B, startup=False, text="Traceback\n  line\nValueError: two"))
+    assert notes(actions)["user_code_failed"].show.endswith("at step 4:\nValueError: two")
+    _, actions = play(roster, Finished(A, "failed"))
+    (end,) = those(actions, End)
+    assert (end.exit_code, end.status) == (3, "failed")
+    assert "ValueError: one" in end.message
+
+
+# Floor ----------------------------------------------------------------------------------------------------
+
+
+def test_below_the_floor_and_back() -> None:
+    roster, actions = play(training(replace(LIMITS, min_workers=3)), Exited(C, -9, ""))
+    assert SetTimer("floor", 3600.0) in actions
+    assert "2 members, min_workers is 3" in notes(actions)["below_floor"].show
+    assert notes(actions)["below_floor"].fields["missing"] == [2]
+    below = roster
+    roster, _ = play(roster, Viewed(A, View(2, (A, B)), 5), TimerOver("restart/2"))
+    joiner = roster.workers[2].identity
+    roster, actions = play(roster, Ready(joiner), Viewed(A, View(3, (A, B, joiner)), 5))
+    assert "floor_reached" in notes(actions)
+    assert apply(roster, TimerOver("floor")) == (roster, ())
+    _, actions = play(below, TimerOver("floor"))
+    (end,) = those(actions, End)
+    assert (end.exit_code, end.status) == (4, "gave_up")
+    assert "missing: slot 2" in end.message
+
+
+# The end --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("status", "exit_code"), [("done", 0), ("stopped", 130)])
+def test_the_job_ends_when_every_living_member_has_finished(status: str, exit_code: int) -> None:
+    roster, actions = play(training(), Finished(A, status), Finished(B, status))
+    assert those(actions, End) == []
+    roster, actions = play(roster, Finished(C, status))
+    assert quiet(actions)[0] == AskStop((1, 2, 3), True, status)
+    assert [(end.exit_code, end.status) for end in those(actions, End)] == [(exit_code, status)]
+
+
+def test_a_death_after_a_finish_neither_blocks_the_end_nor_leads_to_a_restart() -> None:
+    roster, actions = play(training(), Finished(A, "done"), Exited(B, -9, ""))
+    assert quiet(actions) == [Tombstone(B), Abort(B, (1, 3))]
+    roster, actions = play(roster, Exited(A, 0, ""))
+    assert those(actions, End) == []
+    _, actions = play(roster, Exited(C, -9, ""))
+    assert [end.exit_code for end in those(actions, End)] == [0]
+
+
+def test_after_a_finish_joiners_are_withdrawn_and_not_announced() -> None:
+    roster, joiner = with_joiner(training())
+    roster, actions = play(roster, Finished(A, "done"))
+    assert quiet(actions) == [Announce((1, 2), ())]
+    roster, _ = play(training(), Exited(C, -9, ""), TimerOver("restart/2"), Finished(A, "done"))
+    _, actions = play(roster, Ready(joiner))
+    assert quiet(actions) == []
+
+
+def test_stop_asks_the_members_and_restarts_nobody() -> None:
+    roster, actions = play(training(), StopAsked(False, "SIGINT"))
+    assert quiet(actions) == [AskStop((1, 2, 3), False, "SIGINT")]
+    roster, actions = play(roster, Exited(B, -9, ""))
+    assert quiet(actions) == [Tombstone(B), Abort(B, (1, 3))]
+    _, actions = play(roster, Finished(A, "stopped"), Finished(C, "stopped"))
+    assert [(end.exit_code, end.status) for end in those(actions, End)] == [(130, "stopped")]
+
+
+def test_a_joiner_admitted_while_stopping_is_asked_too() -> None:
+    roster, joiner = with_joiner(training())
+    view = View(3, (A, B, joiner))
+    _, actions = play(roster, StopAsked(False, "SIGINT"), Viewed(A, view, 9))
+    assert quiet(actions)[:2] == [Form(view, (4,)), AskStop((4,), False, "the job is stopping")]
+
+
+def test_stop_without_members_or_a_second_time_is_at_once() -> None:
+    for roster, event in [
+        (started(), StopAsked(False, "SIGINT")),
+        (training(), StopAsked(True, "SIGINT")),
+        (play(training(), StopAsked(False, "SIGINT"))[0], StopAsked(False, "SIGINT")),
+    ]:
+        _, actions = apply(roster, event)
+        assert [(end.exit_code, end.status) for end in those(actions, End)] == [(130, "stopped")]
+
+
+def test_all_members_dead_while_stopping_ends_the_job() -> None:
+    roster, _ = play(training(), StopAsked(False, "SIGINT"), Exited(A, -9, ""), Exited(B, -9, ""))
+    _, actions = play(roster, Exited(C, -9, ""))
+    (end,) = those(actions, End)
+    assert (end.exit_code, end.status) == (130, "stopped")
+    assert "state is lost" in end.message
