@@ -96,7 +96,8 @@ class Display:
 
     def _starting(self) -> str:
         num_ready = len(self._snapshot.get("ready", ()))
-        return f"starting {self._num_workers} workers (ready {num_ready}/{self._num_workers})"
+        workers = "worker" if self._num_workers == 1 else "workers"
+        return f"starting {self._num_workers} {workers} (ready {num_ready}/{self._num_workers})"
 
     def _line(self) -> str:
         """Before the first commit there is only one thing to tell."""
