@@ -25,7 +25,9 @@ DEADLINE_S = 240.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("recipe")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kill", type=int, nargs="+", default=[2, 0], help="slots, in this order")

@@ -31,7 +31,7 @@ class FaultConfig:
       start_timeout_s: a worker that is not ready this long after its start is killed and counted as failed.
       start_grace_s: how long the first group waits for the remaining slots once `min_workers` are ready.
       floor_timeout_s: how long a job below `min_workers` waits before it gives up.
-      doubt_timeout_s: how long a member whose exchange failed waits for news of a death.
+      doubt_timeout_s: how long a member whose exchange failed waits for news of a death before it leaves.
       keepalive_s: a worker whose control connection does not answer for about twice this long is declared
         dead.
       jax_heartbeat_timeout_s: JAX's own failure detection, the net below ours.
@@ -45,7 +45,7 @@ class FaultConfig:
     start_timeout_s: float = 600.0
     start_grace_s: float = 60.0
     floor_timeout_s: float = 3600.0
-    doubt_timeout_s: float = 10.0
+    doubt_timeout_s: float = 20.0
     keepalive_s: float = 5.0
     jax_heartbeat_timeout_s: float = 60.0
 
@@ -65,6 +65,12 @@ class FaultConfig:
                     getattr(self, name),
                     "use a positive number of seconds",
                 )
+        require(
+            self.doubt_timeout_s > 2 * self.keepalive_s,
+            "faults.doubt_timeout_s",
+            self.doubt_timeout_s,
+            f"must exceed twice faults.keepalive_s ({self.keepalive_s}), or members leave before a silent one is found",
+        )
         require(
             self.jax_heartbeat_timeout_s > 2 * self.keepalive_s,
             "faults.jax_heartbeat_timeout_s",

@@ -150,7 +150,6 @@ class Training:
         self._failures_in_a_row = 0
         self._metrics: dict[str, float] = {}
         self._record: dict[str, Any] | None = None
-        self._reports_past = False
         self._recovered: dict[str, Any] | None = None
         self._last_commit = time.monotonic()
         self._leave_requested = leave_requested or threading.Event()
@@ -197,10 +196,7 @@ class Training:
                 break
             view, gone = outcome.view, (*gone, *outcome.gone)
         self._has_state = True
-        # Steps of the past are reported by the lowest member that saw them, steps to come by the lowest.
-        elders = [rank for rank in range(len(view.members)) if outcome.fresh or rank not in outcome.new]
-        self._reports_past = bool(elders) and elders[0] == self._group.rank
-        if self._reports_past:
+        if self._group.is_first:
             self._outside.resend()
         # A joiner was not told who else is new, but all members see who had no state.
         new = [view.members[rank].slot for rank in outcome.new]
@@ -296,7 +292,7 @@ class Training:
 
     def _vote(self) -> Vote:
         last = self._state.step + 1 >= self._config.steps
-        joiners = self._outside.candidates if self._group.is_lowest and not last else ()
+        joiners = self._outside.candidates if self._group.is_first and not last else ()
         stop = self._outside.stop_requested is not None
         return Vote(self._state.step, stop=stop, leave=self._leave_requested.is_set(), joiners=tuple(joiners))
 
@@ -336,7 +332,7 @@ class Training:
             "passes": [list(span) for span in self._recipe.sampler.spans(before.samples)],
             **metrics,
             "learning_rate": self._trainer._learning_rate(before.step),
-            "workers": [member.slot for member in self._group.view.members],
+            "workers": sorted(member.slot for member in self._group.view.members),
             "epoch": self._group.view.epoch,
             "step_time_s": now - self._last_commit,
             "time": time.time(),
@@ -350,12 +346,10 @@ class Training:
         self._failure = self._trainer._step_committed(self._state.step, self._state.samples, metrics)
 
     def _send_record(self) -> None:
-        """Every member keeps the record until it is known to be on disk; the lowest sends it."""
+        """Every member keeps the record until it is known to be on disk; the first one sends it."""
         if self._record is not None:
             urgent = "recovered" in self._record or "evaluation" in self._record
-            present = self._record["epoch"] == self._group.view.epoch
-            send = self._group.is_lowest if present else self._reports_past
-            self._outside.record(self._record, flush=urgent, send=send)
+            self._outside.record(self._record, flush=urgent, send=self._group.is_first)
             self._record = None
 
     def _evaluate_if_due(self) -> None:

@@ -18,8 +18,10 @@ PREFIX = "ELASTIC_TRAIN_"
 GPU_XLA_FLAGS = {
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
+    "--xla_gpu_shard_autotuning": "false",
 }
-"""Without these XLA cannot abort a collective whose peer has died. XLA reads them when jax is imported."""
+"""Without the first two XLA cannot abort a collective whose peer has died. With the third at its default, compiling
+a program that crosses members would wait for all of them. XLA reads these when jax is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)

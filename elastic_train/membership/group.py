@@ -7,7 +7,7 @@ all members that get them), so all members draw the same conclusion without talk
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_JOINERS_PER_STEP = 8
@@ -27,15 +27,25 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """A version of the member list. Members are in ascending order of their slots."""
+    """A version of the member list. Members are in ascending order of their node ids: the oldest comes first.
+
+    The order is also that of their devices in a mesh, which XLA wants in ascending order of device ids.
+    """
 
     epoch: int
     members: tuple[Identity, ...]
 
     def __post_init__(self) -> None:
         slots = [member.slot for member in self.members]
-        if slots != sorted(set(slots)):
-            raise ValueError(f"a view holds each slot once, in ascending order; got slots {slots}")
+        if len(slots) != len(set(slots)):
+            raise ValueError(f"a view holds each slot once; got slots {slots}")
+        if list(self.nodes) != sorted(set(self.nodes)):
+            raise ValueError(f"a view holds each node once, in ascending order; got nodes {self.nodes}")
+
+    @classmethod
+    def of(cls, epoch: int, members: Iterable[Identity]) -> View:
+        """A view of `members`, put in order."""
+        return cls(epoch, tuple(sorted(members, key=lambda member: member.node)))
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -58,7 +68,7 @@ class View:
         stay = self.without(leaving).members
         taken = {member.slot for member in stay}
         new = {joiner.slot: joiner for joiner in joiners if joiner.slot not in taken}
-        return View(self.epoch + 1, tuple(sorted((*stay, *new.values()))))
+        return View.of(self.epoch + 1, (*stay, *new.values()))
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,10 @@ def signed(number: int) -> int:
 
 @dataclass(frozen=True)
 class Fenced:
-    """The barrier does not know me, or knows another incarnation under my node id: exit at once."""
+    """The barrier does not know me, or knows another incarnation under my node id: exit at once.
+
+    Also if my exchange failed and all are there after all: the others may have committed.
+    """
 
 
 @dataclass(frozen=True)
@@ -125,11 +138,6 @@ class Shrink:
 
     view: View
     gone: tuple[Identity, ...]
-
-
-@dataclass(frozen=True)
-class Doubt:
-    """The exchange failed here although nobody is gone: the others may have committed."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ class Commit:
     joining: tuple[Identity, ...] = field(default=())
 
 
-Verdict = Fenced | Shrink | Doubt | Retry | Commit
+Verdict = Fenced | Shrink | Retry | Commit
 
 
 def judge(
@@ -175,7 +183,7 @@ def judge(
     if gone:
         return Shrink(view.without(member.node for member in gone), gone)
     if votes is None:
-        return Doubt()
+        return Fenced()
     if len(votes) != len(view.members):
         raise ValueError(f"expected one vote per member, {len(view.members)}; got {len(votes)}")
     failed = tuple(m for m, vote in zip(view.members, votes, strict=True) if not vote.ok)
@@ -185,7 +193,7 @@ def judge(
 
 
 def requests(view: View, votes: Sequence[Vote]) -> Commit:
-    """What the votes of a committed block ask for. The lowest member speaks for the joiners."""
+    """What the votes of a committed block ask for. The first member speaks for the joiners."""
     leaving = tuple(m for m, vote in zip(view.members, votes, strict=True) if vote.leave)
     stop = any(vote.stop for vote in votes) or len(leaving) == len(view.members)
     if stop:
@@ -194,4 +202,4 @@ def requests(view: View, votes: Sequence[Vote]) -> Commit:
     joining = tuple(member for member in after.members if member not in view.members)
     if not leaving and not joining:
         return Commit(view)
-    return Commit(replace(after), leaving=leaving, joining=joining)
+    return Commit(after, leaving=leaving, joining=joining)

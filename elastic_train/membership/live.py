@@ -19,7 +19,6 @@ from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import (
     VOTE_SIZE,
     Commit,
-    Doubt,
     Fenced,
     Identity,
     Retry,
@@ -99,7 +98,8 @@ class Group:
         return self.view.rank(self.me.node)
 
     @property
-    def is_lowest(self) -> bool:
+    def is_first(self) -> bool:
+        """Whether this member speaks for the group: it reports steps and asks for admissions."""
         return self.rank == 0
 
     def prepare(self, view: View) -> None:
@@ -123,14 +123,6 @@ class Group:
         Returns:
           The verdict, and the result (None unless everybody took part).
         """
-        verdict, result = self._run(body)
-        if isinstance(verdict, Doubt):
-            verdict, result = self._resolve_doubt(), None
-        if isinstance(verdict, Fenced | Doubt):
-            leave(f"slot {self.me.slot}: the others go on without this worker (node {self.me.node})")
-        return verdict, result
-
-    def _run(self, body: Callable[[], tuple[Any, np.ndarray]]) -> tuple[Any, Any]:
         before: dict[int, int] = {}
         outcome: list[Any] = []
 
@@ -141,6 +133,9 @@ class Group:
                 raise MembersGone
             try:
                 outcome.extend(self._first_meeting(body))
+            except Exception as error:
+                self._await_a_death(error)
+                raise
             finally:
                 self._news.phase("barrier", -1)
 
@@ -152,13 +147,11 @@ class Group:
             error = raised
         finally:
             self._in_block.clear()
-        votes = None
-        if outcome:
-            votes = [Vote.unpack(row) for row in outcome[1]]
+        votes = [Vote.unpack(row) for row in outcome[1]] if outcome else None
         verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes)
-        if error is not None and isinstance(verdict, Doubt):
-            print(f"elastic_train: exchange failed, no member is gone: {error!r}", file=sys.stderr, flush=True)
-        elif error is not None and not isinstance(verdict, Shrink | Fenced):
+        if isinstance(verdict, Fenced):
+            leave(f"slot {self.me.slot}: the others go on without this worker (node {self.me.node})")
+        if error is not None and not isinstance(verdict, Shrink):
             raise error
         return verdict, outcome[0] if outcome else None
 
@@ -170,23 +163,17 @@ class Group:
         self._met = True
         return result
 
-    def _resolve_doubt(self) -> Any:
-        """My exchange failed and nobody is gone: the others may have committed. Wait for news of a death.
+    def _await_a_death(self, error: Exception) -> None:
+        """My exchange failed, most likely because a member died. Returns once the coordinator has said so.
 
-        Ranks wait for different times: if all of them are in doubt, the first to leave is news to the others.
+        Until then this worker does not arrive at the barrier, so nobody can commit. If nobody has died, the fault
+        is here (or everywhere): this worker leaves, which the others see as a death. Members wait for different
+        times, so that not all of them leave if all failed.
         """
-        limit = self._faults.doubt_timeout_s
         self._news.phase("doubt", -1)
-        if not self._news.wait_dead(frozenset(self.view.nodes), limit + self.rank):
-            leave(f"slot {self.me.slot}: an exchange failed here and no member died within {limit + self.rank:g} s")
-        # The others reach this barrier when their next exchange fails. Should their list have changed in the step
-        # that they committed and I did not, they never will.
-        overdue = threading.Timer(limit, leave, [f"slot {self.me.slot}: in doubt for {limit:g} s after a death"])
-        overdue.daemon = True
-        overdue.start()
-        verdict, _ = self._run(_nothing)
-        overdue.cancel()
-        return verdict
+        limit_s = self._faults.doubt_timeout_s + self.rank
+        if not self._news.wait_dead(frozenset(self.view.nodes), limit_s):
+            leave(f"slot {self.me.slot}: an exchange failed here, and no member died within {limit_s:g} s: {error!r}")
 
     def on_dead(self, node: int) -> None:
         """The coordinator says that `node` is dead. Called from the control plane's thread, at once."""
@@ -202,10 +189,6 @@ class Group:
         while node in self.view.nodes and self._in_block.is_set():
             self._sockets.abort(node)
             time.sleep(0.02)
-
-
-def _nothing() -> NoReturn:
-    raise MembersGone
 
 
 def leave(reason: str) -> NoReturn:

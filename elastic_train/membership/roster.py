@@ -280,7 +280,7 @@ def _form_if_due(turn: Turn) -> None:
 
 def _form(turn: Turn) -> None:
     ready = turn.roster.ready
-    view = View(turn.roster.view.epoch + 1, tuple(worker.identity for worker in ready))
+    view = View.of(turn.roster.view.epoch + 1, (worker.identity for worker in ready))
     turn.set(view=view, grace=False)
     for worker in ready:
         turn.set_worker(worker, state=WorkerState.MEMBER)

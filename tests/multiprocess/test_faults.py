@@ -139,7 +139,7 @@ def test_code_that_raises_at_start_on_all_workers_is_not_tried_for_ever(tmp_path
 def test_exchange_that_fails_on_one_member_alone_costs_that_worker_only(tmp_path, undisturbed):
     """Nobody has died, so the others may have committed: the worker must not guess, and comes back as new."""
     alone = fault(2, "exchange", step=20, what="raise")
-    with run(tmp_path, alone, options=("--set", "faults.doubt_timeout_s=1.0")) as job:
+    with run(tmp_path, alone, options=("--set", "faults.doubt_timeout_s=3.0", "faults.keepalive_s=1.0")) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
         assert [(kind, slot) for kind, slot in kinds(job)] == [("exited", 2)]
