@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -129,6 +130,7 @@ def _train(trainer: Trainer, run_dir: Path, name: str) -> int:
         about = {"versions": versions(), "start_time": time.time(), "recipe": name, "workers": 1, "pid": os.getpid()}
         records.write_job({"address": None, **about})
         records.event("job_started", recipe=name, trainer=type(trainer).__name__, workers=1)
+        records.event("worker_started", **ME._asdict(), pid=os.getpid(), host=socket.gethostname())
         display.start()
         try:
             ended = _summarized(trainer, _Process(records, display, signals))

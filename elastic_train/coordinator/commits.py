@@ -1,13 +1,16 @@
-"""From the members' records of committed steps to the disk, and the acknowledgement back."""
+"""From the members' records of committed steps to the disk, and the acknowledgement back.
+
+Each member keeps every record until it is acknowledged; only the lowest one sends. When the lowest member
+changes, the new one sends what is unacknowledged again, while the old one's last message may still be under
+way. So records come twice, and steps may come out of order: the `Records` put that right.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from elastic_train.coordinator.loop import EventLoop
-from elastic_train.coordinator.order import RecordOrder
 
 ACK_INTERVAL_S = 0.2
 GAP_TIMEOUT_S = 10.0
@@ -15,14 +18,20 @@ GAP_TIMEOUT_S = 10.0
 
 
 class Records(Protocol):
-    """Where events and committed steps are written; called from one thread only."""
+    """Where events and committed steps are written (`telemetry.records.RunDirectory`)."""
 
-    def event(self, name: str, /, **fields: object) -> None: ...
-    def commit(self, record: dict[str, object]) -> None: ...
+    @property
+    def flushed_step(self) -> int: ...
+    @property
+    def gap(self) -> tuple[int, int] | None: ...
+
+    def event(self, name: str, /, **fields: Any) -> object: ...
+    def commit(self, record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]: ...
+    def skip_gap(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 class Commits:
-    """Writes records in ascending steps. Used from the event loop's thread only.
+    """Hands records on. Used from the event loop's thread only.
 
     Args:
       acknowledge: told, at most five times a second, up to which step everything is on disk.
@@ -40,34 +49,30 @@ class Commits:
         self._records = records
         self._acknowledge = acknowledge
         self._lost = lost
-        self._order = RecordOrder()
-        self._acknowledged_at = 0.0
+        self._written_step = 0
 
-    @property
-    def step(self) -> int:
-        """The step up to which everything is on disk."""
-        return self._order.acknowledged or 0
+    def add(self, records: Iterable[Mapping[str, Any]]) -> None:
+        for record in records:
+            self._written(self._records.commit(record))
 
-    def add(self, records: Iterable[dict[str, object]]) -> None:
-        self._write(self._order.add(records))
-
-    def _write(self, released: Iterable[dict[str, object]]) -> None:
-        for record in released:
-            self._records.commit(record)
+    def _written(self, records: Sequence[Mapping[str, Any]]) -> None:
+        if records:
+            self._written_step = records[-1]["step"]
+        # Also after records that were known already: who sends them has missed an acknowledgement.
         if not self._loop.waits_for("acknowledge"):
-            delay_s = max(0.0, self._acknowledged_at + ACK_INTERVAL_S - time.monotonic())
-            self._loop.after("acknowledge", delay_s, self._send_acknowledgement)
-        if self._order.gap is None:
+            self._loop.after("acknowledge", ACK_INTERVAL_S, self._send_acknowledgement)
+        if self._records.gap is None:
             self._loop.cancel("gap")
         elif not self._loop.waits_for("gap"):
             self._loop.after("gap", GAP_TIMEOUT_S, self._skip_gap)
 
     def _send_acknowledgement(self) -> None:
-        self._acknowledged_at = time.monotonic()
-        if self._order.acknowledged is not None:
-            self._acknowledge(self._order.acknowledged)
+        step = self._records.flushed_step
+        self._acknowledge(step)
+        if step < self._written_step:
+            self._loop.after("acknowledge", ACK_INTERVAL_S, self._send_acknowledgement)
 
     def _skip_gap(self) -> None:
-        if gap := self._order.gap:
+        if gap := self._records.gap:
             self._lost(*gap)
-            self._write(self._order.skip())
+            self._written(self._records.skip_gap())

@@ -43,8 +43,8 @@ class Coordinator:
 
     Args:
       limits: sizes and budgets, given on to the roster.
-      records: gets each Note as `event` and each record of a committed step as `commit`, in ascending steps;
-        a step may come again.
+      records: gets each Note as `event` and each record of a committed step as `commit`; steps may come again
+        and out of order.
       apply: the state machine, `elastic_train.membership.roster.apply`.
       faults: gives keepalive and JAX heartbeat.
       bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
@@ -88,7 +88,7 @@ class Coordinator:
         self._deserted.set()
         self._exited: set[int] = set()
         self._reports = Reports()
-        self._commits = Commits(self._loop, records, self._acknowledge, self._note_lost_records)
+        self._commits = Commits(self._loop, records, self._acknowledge, self._show_lost_records)
         self._finished: dict[int, control_pb2.Finished] = {}
         self._digests_differ = False
         self._stop_calls = 0
@@ -345,14 +345,13 @@ class Coordinator:
     def _acknowledge(self, step: int) -> None:
         self._tell(self._workers, control_pb2.ToWorker(ack=control_pb2.Ack(step=step)))
 
-    def _note_lost_records(self, first_step: int, last_step: int) -> None:
-        self._note(
-            "records_lost",
-            f"The records of steps {first_step} to {last_step} are lost: all members that had them died"
-            " before they were sent. The steps themselves count.",
-            first_step=first_step,
-            last_step=last_step,
-        )
+    def _show_lost_records(self, first_step: int, last_step: int) -> None:
+        """The event is written by whoever keeps the records."""
+        if self._on_note is not None:
+            self._on_note(
+                f"The records of steps {first_step} to {last_step} are lost: all members that had them died"
+                " before they were sent. The steps themselves count."
+            )
 
     def _worker_finished(self, identity: Identity, finished: control_pb2.Finished) -> None:
         worker = self.roster.workers.get(identity.slot)
@@ -378,7 +377,7 @@ class Coordinator:
             )
 
     def _step(self) -> int:
-        return self._reports.step(self.roster.view, default=self._commits.step)
+        return self._reports.step(self.roster.view, default=self._records.flushed_step)
 
     def _note_stall(self) -> None:
         """Says who is where if no step has committed for long, and looks again later."""
@@ -413,6 +412,11 @@ class Coordinator:
                 identity = wire.identity_value(exited.identity)
                 self._exited.add(identity.node)
                 self._loop.cancel(f"leave {identity.node}")
+                if self._end is not None:
+                    # The roster is at rest. That a worker is gone is still worth a line.
+                    about = {"exit_code": exited.exit_code, "reported_time": exited.time}
+                    self._records.event("worker_exited", **identity._asdict(), **about)
+                    return
                 event = r.Exited(identity, exited.exit_code, exited.traceback)
                 self._apply(event, reported_time=exited.time)
 

@@ -108,12 +108,27 @@ class _JobRecords:
         self._display = display
         self.summary: dict[str, Any] | None = None
 
-    def event(self, name: str, /, **fields: object) -> None:
+    @property
+    def flushed_step(self) -> int:
+        return self._records.flushed_step
+
+    @property
+    def gap(self) -> tuple[int, int] | None:
+        return self._records.gap
+
+    def event(self, name: str, /, **fields: Any) -> None:
         self._records.event(name, **fields)
 
-    def commit(self, record: dict[str, object]) -> None:
-        for written in self._records.commit(record):
-            self._display.update({**written, "time_lost_s": self._records.time_lost_s})
+    def commit(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return self._show(self._records.commit(record))
+
+    def skip_gap(self) -> list[Mapping[str, Any]]:
+        return self._show(self._records.skip_gap())
+
+    def _show(self, written: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        for record in written:
+            self._display.update({**record, "time_lost_s": self._records.time_lost_s})
+        return written
 
     def end(self, end: End, finished: Mapping[int, control_pb2.Finished]) -> None:
         """Writes the summary. The final state is that of the lowest slot among those that went furthest."""
@@ -178,10 +193,15 @@ def _watch(coordinator: Coordinator, agent: Agent | None, display: Display, sign
                 raise InterruptedByUser("interrupted a third time; all workers were ended without a clean stop")
         if agent is not None and agent.ended and coordinator.wait(POLL_S) is None:
             raise GaveUpError(f"this host's agent has ended before the job: {agent.wait(0).reason}")
-        status = coordinator.status()
-        members = [worker["slot"] for worker in status["workers"] if worker["state"] == "member"]
-        display.update({"step": status["step"], "epoch": status["epoch"], "workers": members})
+        display.update(_snapshot(coordinator.status()))
     return end
+
+
+def _snapshot(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What the display shows of a job's status."""
+    slots = {state: [w["slot"] for w in status["workers"] if w["state"] == state] for state in ("ready", "member")}
+    members = slots["member"]
+    return {"step": status["step"], "epoch": status["epoch"], "workers": members, "ready": members + slots["ready"]}
 
 
 def _how_to_join(address: str, options: JobOptions, run_dir: Path) -> str:

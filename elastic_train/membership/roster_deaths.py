@@ -79,7 +79,7 @@ def _give_up(turn: Turn, number: int) -> None:
 def failed(turn: Turn, event: Failed) -> None:
     """User code raised. If it did on every slot before anyone was ever ready, more starts would not help."""
     number = event.identity.slot
-    where = "while starting" if event.startup else f"at step {event.step}"
+    where = "while starting" if event.startup else f"after step {event.step}"
     text = event.traceback if _remember(turn, number, event.traceback) else event.traceback.rstrip().rpartition("\n")[2]
     about = {"step": event.step, "fatal": event.fatal, "startup": event.startup, "traceback": event.traceback}
     show = f"{title(event.identity)}: user code raised {where}:\n{text}"

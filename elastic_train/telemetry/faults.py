@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Event = Mapping[str, Any]
 
-# Each pair: what members report, and what the coordinator notes of its own.
-VIEWS = frozenset({"view", "view_changed"})
-USER_ERRORS = frozenset({"user_error", "user_code_failed"})
-ENDS = frozenset({"job_ended", "end"})
-
 
 def moment(event: Event) -> float:
     """When it happened, in Unix time: by the clock of who saw it, else the time of the note."""
-    return event.get("reported_time") or event["time"]
+    return event.get("reported_time", event["time"])
 
 
 @dataclass(frozen=True)
@@ -27,11 +23,11 @@ class Fault:
       kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed) or
         "raised" (user code raised, the step was tried again, nobody died).
       slot: whose.
-      step: the last step that is known of that worker.
+      step: the completed steps of the members at that time; the last step known of a worker that was no member.
       began: Unix time at which the agent saw the exit, or the raise was noted.
-      detect_s: from `began` until the members were told.
-      rebuild_s: until the next members' programs were compiled and connected.
-      heal_s: until all of them had the state.
+      detect_s: from `began` until the members were told, or until it was noted where there was nobody to tell.
+      rebuild_s: how long it took to compile and connect the next members' programs.
+      heal_s: how long it took until all of them had the state.
       ended: Unix time of the next committed step. For a worker that was no member it equals `began`: no step
         had to wait.
     """
@@ -92,7 +88,7 @@ def find_faults(events: Sequence[Event], commits: Sequence[Event] = ()) -> list[
     """
     departures = _departures(events)
     finished: set[tuple[int, int]] = set()
-    silenced: set[tuple[int, int]] = set()
+    silenced: dict[tuple[int, int], float] = {}
     deaths: dict[int, list[int]] = {}
     for index, event in enumerate(events):
         if event["event"] == "worker_died":
@@ -100,20 +96,22 @@ def find_faults(events: Sequence[Event], commits: Sequence[Event] = ()) -> list[
     faults = []
     for index, event in enumerate(events):
         name = event["event"]
-        if name in ENDS:
+        if name == "end":
             break
         if name == "worker_finished":
             finished.add(_worker(event))
         elif name == "worker_killed":
-            silenced.add(_worker(event))
-        elif name in USER_ERRORS and not event.get("fatal") and not event.get("startup"):
+            silenced.setdefault(_worker(event), event["time"])
+        elif name == "user_code_failed" and not event.get("fatal") and not event.get("startup"):
             faults.append(_raised(event, commits))
         elif name == "worker_died":
             is_member = event.get("state", "member") == "member"
             # Once a member has finished, the others are told to end.
             if _worker(event) in finished or (finished and not is_member):
                 continue
-            kind = "stopped" if _worker(event) in silenced else _kind(event)
+            # A worker may have been dead already when its silence was noticed.
+            was_silenced = moment(event) >= silenced.get(_worker(event), math.inf)
+            kind = "stopped" if was_silenced else _kind(event)
             departure = _claim(departures, event["slot"], index, deaths[event["slot"]])
             faults.append(_death(events, index, kind, departure, is_member))
     return faults
@@ -127,10 +125,10 @@ def find_rejoins(events: Sequence[Event], step_time_s: float | None) -> list[Rej
     for event in events:
         if event["event"] == "worker_started":
             started[event["slot"]] = event["time"]
-        elif event["event"] in VIEWS:
+        elif event["event"] == "view_changed":
             changed.setdefault(event["epoch"], moment(event))
-        elif event["event"] == "recovered" and event.get("kind") == "admission":
-            ended = event["time"]
+        elif event["event"] == "recovered" and event["kind"] != "formed":
+            ended = moment(event)
             waited = (event.get("rebuild_s") or 0.0) + (event.get("heal_s") or 0.0)
             if event["epoch"] in changed:
                 waited = max(0.0, ended - changed[event["epoch"]] - (step_time_s or 0.0))
@@ -140,41 +138,46 @@ def find_rejoins(events: Sequence[Event], step_time_s: float | None) -> list[Rej
     return rejoins
 
 
-def time_lost(faults: Sequence[Fault], rejoins: Sequence[Rejoin]) -> float:
-    """Seconds in which no step was taken because of a fault or a rejoin; what overlaps counts once."""
+def time_lost(
+    faults: Sequence[Fault], rejoins: Sequence[Rejoin], since: float = -math.inf, until: float = math.inf
+) -> float:
+    """Seconds in which no step was taken because of a fault or a rejoin; what overlaps counts once.
+
+    Only what lies between `since` and `until`, in Unix time, counts.
+    """
     spans = [(fault.began, fault.ended) for fault in faults if fault.ended is not None]
     spans += [(rejoin.ended - rejoin.stall_s, rejoin.ended) for rejoin in rejoins]
-    total, reached = 0.0, float("-inf")
+    total, reached = 0.0, since
     for began, ended in sorted(spans):
-        total += max(0.0, ended - max(began, reached))
+        total += max(0.0, min(ended, until) - max(began, reached))
         reached = max(reached, ended)
     return total
 
 
 @dataclass
 class _Departure:
-    """A change of the view that left a slot out."""
+    """A change of the view that left a slot out. `step`: completed steps of the others."""
 
     index: int
     slot: int
     epoch: int
+    step: int | None
     time: float
     claimed: bool = False
 
 
 def _departures(events: Sequence[Event]) -> list[_Departure]:
-    found: dict[tuple[int, int], _Departure] = {}
-    newest, members = -1, frozenset[int]()
+    found: list[_Departure] = []
+    newest, members = 0, frozenset[int]()
     for index, event in enumerate(events):
-        if event["event"] not in VIEWS and event["event"] != "recovered":
+        if event["event"] != "view_changed" or event["epoch"] <= newest:
             continue
-        gone = set(event.get("gone", ()))
-        if event["event"] in VIEWS and event["epoch"] > newest:
-            gone |= members - set(event["members"])
-            newest, members = event["epoch"], frozenset(event["members"])
-        for slot in sorted(gone):
-            found.setdefault((slot, event["epoch"]), _Departure(index, slot, event["epoch"], moment(event)))
-    return list(found.values())
+        before, newest, members = members, event["epoch"], frozenset(event["members"])
+        if members <= set(event["came"]):
+            continue  # nobody was left: a new group was formed
+        step, time = event.get("step"), moment(event)
+        found += [_Departure(index, slot, newest, step, time) for slot in sorted(before - members)]
+    return found
 
 
 def _claim(departures: Sequence[_Departure], slot: int, index: int, deaths: Sequence[int]) -> _Departure | None:
@@ -197,29 +200,30 @@ def _death(events: Sequence[Event], index: int, kind: str, departure: _Departure
     event = events[index]
     slot, step, began = event["slot"], event.get("step"), moment(event)
     told = (moment(e) for e in events if e["event"] == "abort_sent" and e.get("node") == event.get("node"))
-    detected = next(told, None)
-    detect_s = None if detected is None else max(0.0, detected - began)
+    detect_s = max(0.0, next(told, event["time"]) - began)
     if departure is None and not is_member:
         return Fault(kind, slot, step, began, detect_s, 0.0, 0.0, began)
-    if departure and departure.index < index:
-        began, detect_s = min(began, departure.time), 0.0
+    if departure:
+        step = departure.step
+        if departure.index < index:
+            began, detect_s = min(began, departure.time), 0.0
     for number, recovery in enumerate(events):
         if recovery["event"] != "recovered":
             continue
         if departure:
             settles = recovery["epoch"] >= departure.epoch
         else:  # nobody was left to change the view
-            settles = number > index and recovery.get("kind") == "formed"
+            settles = number > index and recovery["kind"] == "formed"
         if settles:
             rebuild_s, heal_s = recovery.get("rebuild_s"), recovery.get("heal_s")
-            return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, recovery["time"])
+            return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, moment(recovery))
     return Fault(kind, slot, step, began, detect_s)
 
 
 def _raised(event: Event, commits: Sequence[Event]) -> Fault:
-    """The cost of a retry is the time to the commit of the step that failed, if that commit was logged."""
-    step, began = event.get("step"), moment(event)
-    times = [commit["time"] for commit in commits if step is not None and commit["step"] in (step, step + 1)]
+    """The cost of a retry is the time to the commit of the step that failed, which is the one after `step`."""
+    step, began = event["step"], moment(event)
+    times = [commit["time"] for commit in commits if commit["step"] == step + 1]
     # The note may arrive after the commit of the retry.
     ended = next((time for time in times if time >= began), max(times[-1], began) if times else None)
     return Fault("raised", event["slot"], step, began, 0.0, 0.0, 0.0, ended)

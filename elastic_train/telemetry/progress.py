@@ -5,6 +5,7 @@ On a terminal a bar and one line below it, redrawn in place; otherwise plain lin
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TextIO
 
 PLAIN_INTERVAL_S = 5.0
-"""Least time between two plain lines, changes of the members aside."""
+"""Least time between two plain lines, news of the members aside."""
 
 _RATE_WINDOW_S = 5.0
 
@@ -40,9 +41,12 @@ class Display:
     ) -> None:
         self._num_workers = num_workers
         self._total_steps = total_steps
+        self._first_step = first_step
         self._clock = clock
         self._lock = threading.Lock()
-        self._snapshot: dict[str, Any] = {"step": first_step}
+        self._snapshot: dict[str, Any] = {"step": first_step, "epoch": 0}
+        self._has_begun = False
+        self._members: object = None
         self._rates: deque[tuple[float, int]] = deque()
         is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._surface: _Surface = (
@@ -63,18 +67,21 @@ class Display:
         """Shows the newest state.
 
         Args:
-          snapshot: any of `step`, `loss`, `samples` (consumed so far), `workers` (slots of the members),
-            `epoch`, `time_lost_s`, `eval` (metrics of the last evaluation). What is absent keeps its last
-            value, other keys are ignored: a record of a committed step will do.
+          snapshot: any of `step`, `loss`, `samples` (consumed so far), `ready` (slots of the workers that could
+            train), `workers` (slots of the members), `epoch`, `time_lost_s`, `evaluation` (means of the last
+            one). What is absent keeps its last value, other keys are ignored: a record of a committed step will
+            do. Members of an older epoch than the newest are ignored, too: records come late.
         """
         with self._lock:
-            before = self._snapshot.get("workers")
-            # An empty evaluation is none: the last one stays.
-            self._snapshot |= {key: value for key, value in snapshot.items() if key != "eval" or value}
+            is_old = snapshot.get("epoch", self._snapshot["epoch"]) < self._snapshot["epoch"]
+            left_out = ("epoch", "workers") if is_old else ()
+            self._snapshot |= {key: value for key, value in snapshot.items() if key not in left_out}
             if "samples" in snapshot:
                 self._count(snapshot["samples"])
-            members_changed = self._snapshot.get("workers") != before
-            self._surface.show(self._snapshot["step"], self._line, members_changed)
+            self._has_begun = self._has_begun or self._snapshot["step"] > self._first_step
+            members = self._snapshot["epoch"] if self._has_begun else self._starting()
+            has_news, self._members = members != self._members, members
+            self._surface.show(self._snapshot["step"], self._line, has_news)
 
     def stop(self) -> None:
         """Shows the last state and ends. Does nothing the second time."""
@@ -87,7 +94,15 @@ class Display:
         while len(self._rates) > 2 and self._rates[1][0] < now - _RATE_WINDOW_S:
             self._rates.popleft()
 
+    def _starting(self) -> str:
+        num_ready = len(self._snapshot.get("ready", ()))
+        workers = "worker" if self._num_workers == 1 else "workers"
+        return f"starting {self._num_workers} {workers} (ready {num_ready}/{self._num_workers})"
+
     def _line(self) -> str:
+        """Before the first commit there is only one thing to tell."""
+        if not self._has_begun:
+            return self._starting()
         snapshot = self._snapshot
         width = len(str(self._total_steps))
         parts = [f"step {snapshot['step']:>{width}}/{self._total_steps}"]
@@ -99,30 +114,31 @@ class Display:
                 parts.append(f"{_short((last - first) / (ended - began))} samples/s")
         if "workers" in snapshot:
             parts.append(f"members {len(snapshot['workers'])}/{self._num_workers}")
-        if "epoch" in snapshot:
+        if snapshot["epoch"]:
             parts.append(f"epoch {snapshot['epoch']}")
         if snapshot.get("time_lost_s"):
             parts.append(f"lost {snapshot['time_lost_s']:.1f} s")
-        for name, value in snapshot.get("eval", {}).items():
-            parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+        for name, value in snapshot.get("evaluation", {}).items():
+            parts.append(f"eval_{name} {value:.4g}" if isinstance(value, float) else f"eval_{name} {value}")
         return "  ".join(parts)
 
 
 class _Surface(Protocol):
     def start(self) -> None: ...
     def note(self, text: str) -> None: ...
-    def show(self, step: int, line: Callable[[], str], members_changed: bool) -> None: ...
+    def show(self, step: int, line: Callable[[], str], has_news: bool) -> None: ...
     def stop(self, line: Callable[[], str]) -> None: ...
 
 
 class _PlainSurface:
-    """Lines: the first state, each change of members, the last; else at most one in `PLAIN_INTERVAL_S`."""
+    """Lines: news of the members, and the last state; in between a new step at most every `PLAIN_INTERVAL_S`."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._stream = stream
         self._clock = clock
-        self._printed_at: float | None = None
-        self._is_behind = False
+        self._printed_at = -math.inf
+        self._printed_step: int | None = None
+        self._step: int | None = None
 
     def start(self) -> None:
         pass
@@ -130,17 +146,17 @@ class _PlainSurface:
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
 
-    def show(self, step: int, line: Callable[[], str], members_changed: bool) -> None:
+    def show(self, step: int, line: Callable[[], str], has_news: bool) -> None:
         now = self._clock()
-        is_due = self._printed_at is None or now - self._printed_at >= PLAIN_INTERVAL_S
-        self._is_behind = not (is_due or members_changed)
-        if not self._is_behind:
-            self._printed_at = now
+        is_due = step != self._printed_step and now - self._printed_at >= PLAIN_INTERVAL_S
+        self._step = step
+        if has_news or is_due:
+            self._printed_at, self._printed_step = now, step
             self.note(line())
 
     def stop(self, line: Callable[[], str]) -> None:
-        if self._is_behind:
-            self._is_behind = False
+        if self._step != self._printed_step:
+            self._printed_step = self._step
             self.note(line())
 
 
@@ -167,10 +183,10 @@ class _TerminalSurface:
     def note(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
 
-    def show(self, step: int, line: Callable[[], str], members_changed: bool) -> None:
+    def show(self, step: int, line: Callable[[], str], has_news: bool) -> None:
         self._progress.update(self._task, completed=step)
         self._line.plain = line()
-        if members_changed:
+        if has_news:
             self._live.refresh()
 
     def stop(self, line: Callable[[], str]) -> None:

@@ -14,14 +14,17 @@ A *record* describes one committed step. Members send it as JSON:
 | `time`, `step_time_s` | Unix time of the commit; seconds the step took |
 | `first_sample`, `num_samples` | position of its first sample since the start of training; how many |
 | `passes` | list of [pass, first position in that pass, count]: which part of which pass over the data |
-| `eval` | optional: metrics of an evaluation made after this step |
+| `evaluation` | optional: means of an evaluation of the state after this step |
 | `recovered` | optional, on an epoch's first record: fields of the event `recovered` |
 | any other | a metric of the user's |
+
+A line of metrics.jsonl has these fields, less those of the ledger; what `evaluation` holds is there as `eval_NAME`.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import threading
 import time
@@ -31,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
-from elastic_train.telemetry.faults import USER_ERRORS, VIEWS, find_faults, find_rejoins, time_lost
+from elastic_train.telemetry.faults import find_faults, find_rejoins, time_lost
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
 from elastic_train.telemetry.summary import summarize
 
@@ -44,12 +47,19 @@ IDLE_INTERVAL_S = 5.0
 MAX_HELD = 1024
 """How many records wait for a missing one before it is given up."""
 
-_LEDGER_ONLY = frozenset({"first_sample", "num_samples", "passes", "recovered"})
+_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "recovered", "evaluation"})
 # What the time lost so far is computed from.
-_COSTLY = (
-    VIEWS
-    | USER_ERRORS
-    | {"worker_started", "worker_killed", "worker_died", "worker_finished", "abort_sent", "recovered"}
+_COSTLY = frozenset(
+    {
+        "worker_started",
+        "worker_killed",
+        "worker_died",
+        "worker_finished",
+        "user_code_failed",
+        "abort_sent",
+        "view_changed",
+        "recovered",
+    }
 )
 
 
@@ -80,10 +90,10 @@ class RunDirectory:
 
     Args:
       path: the directory; see `prepare_run_directory` for what it may hold.
-      log_every: steps between two lines of metrics.jsonl. The first and the last step and every step with
-        an evaluation are logged besides.
+      log_every: steps between two lines of metrics.jsonl. Logged besides: the first and the last step, every step
+        with an evaluation, and every step that was tried again after user code raised.
       first_step: the step that training starts from; a resumed run passes its checkpoint's.
-      clock: gives the Unix time of events that bring none.
+      clock: gives the Unix time of events.
 
     Raises:
       UsageError: as `prepare_run_directory`, or another process is writing here.
@@ -117,12 +127,15 @@ class RunDirectory:
         except OSError as error:
             raise _unusable(path, error) from error
         self._step = first_step
-        self._epoch = -1
+        # Where training is; less than `_step` while steps that were lost are taken again.
+        self._position, self._epoch = first_step, 0
         self._flushed_step = first_step
         self._held: dict[int, Mapping[str, Any]] = {}
         self._unlogged: Mapping[str, Any] | None = None
         self._has_logged = False
         self._recovered: set[int] = set()
+        self._retried: set[int] = set()
+        self._event_time = -math.inf
         self._costly_events: list[dict[str, Any]] = []
         self._time_lost_s = 0.0
         self._dirty = threading.Event()
@@ -145,14 +158,21 @@ class RunDirectory:
         write_atomically(self.path / "config.toml", toml, 0o644)
 
     def event(self, name: str, /, **fields: Any) -> dict[str, Any]:
-        """Appends a line to events.jsonl, flushes it and returns it. A field `time` replaces the clock's."""
-        line = {"time": self._clock(), "event": name, **fields}
+        """Appends a line to events.jsonl, flushes it and returns it.
+
+        Its `time` is that of this call, and never less than that of the line before. A witness's own time goes
+        into the field `reported_time`.
+        """
         with self._lock:
             self._check()
+            self._event_time = max(self._event_time, self._clock())
+            line = dict(time=self._event_time, event=name, **fields)
             self._events.write(dump(line) + "\n")
             self._events.flush()
             if name in _COSTLY:
                 self._costly_events.append({key: value for key, value in line.items() if key != "traceback"})
+            if name == "user_code_failed":
+                self._retried.add(line["step"] + 1)
             if name == "recovered":
                 rejoins = find_rejoins(self._costly_events, None)
                 self._time_lost_s = time_lost(find_faults(self._costly_events), rejoins)
@@ -177,7 +197,7 @@ class RunDirectory:
             recovered = record.get("recovered")
             if recovered and recovered["epoch"] not in self._recovered:
                 self._recovered.add(recovered["epoch"])
-                self.event("recovered", **{**recovered, "step": record["step"]})
+                self.event("recovered", **{**recovered, "step": record["step"], "reported_time": record["time"]})
             if record["step"] <= self._step:
                 self._note_repeat(record)
                 return []
@@ -274,7 +294,8 @@ class RunDirectory:
         return written
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._step, self._epoch = record["step"], record["epoch"]
+        self._step = self._position = record["step"]
+        self._epoch = record["epoch"]
         passes = record["passes"]
         line = {
             "step": record["step"],
@@ -287,18 +308,25 @@ class RunDirectory:
             line["crosses"] = passes
         self._ledger.write(dump(line) + "\n")
         self._unlogged = record
-        if not self._has_logged or record["step"] % self._log_every == 0 or record.get("eval"):
+        is_special = not self._has_logged or "evaluation" in record or record["step"] in self._retried
+        if is_special or record["step"] % self._log_every == 0:
             self._log(record)
 
     def _log(self, record: Mapping[str, Any]) -> None:
-        line = {key: value for key, value in record.items() if key not in _LEDGER_ONLY}
+        line = {key: value for key, value in record.items() if key not in _NOT_LOGGED}
+        line |= {f"eval_{name}": value for name, value in record.get("evaluation", {}).items()}
         self._metrics.write(dump(line) + "\n")
         self._unlogged, self._has_logged = None, True
 
     def _note_repeat(self, record: Mapping[str, Any]) -> None:
-        if record["epoch"] > self._epoch >= 0:
-            self.event("steps_repeated", first_step=record["step"], last_step=self._step, epoch=record["epoch"])
-            self._epoch = record["epoch"]
+        """A newer epoch that begins at an earlier step takes steps again; late records are of no newer epoch."""
+        step, epoch = record["step"], record["epoch"]
+        if epoch > self._epoch and step <= self._position:
+            self.event("steps_repeated", first_step=step, last_step=self._position, epoch=epoch)
+            self._position = step
+        elif epoch >= self._epoch:
+            self._position = max(self._position, step)
+        self._epoch = max(self._epoch, epoch)
 
     def _flush_regularly(self) -> None:
         while not self._closing.is_set():

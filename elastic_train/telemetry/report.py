@@ -33,14 +33,15 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
     ]
     if summary["final_loss"] is not None:
         lines.append(_line("loss", f"{summary['final_loss']:.6g}"))
-    if summary["metrics"]:
-        values = ", ".join(f"{name} {_value(value)}" for name, value in summary["metrics"].items())
-        lines.append(_line("evaluation", values))
+    evaluation = {name: value for name, value in summary["metrics"].items() if name.startswith("eval_")}
+    if evaluation:
+        values = (f"{name.removeprefix('eval_')} {_value(value)}" for name, value in evaluation.items())
+        lines.append(_line("evaluation", ", ".join(values)))
     if summary["step_time_s"] is not None:
         lines.append(_line("step time", f"{_seconds(summary['step_time_s'])} (median)"))
     total = f"{_seconds(summary['wall_s'])} in total"
     if summary["goodput"] is not None:
-        total += f"; {summary['goodput']:.1%} of the time between first and last step went into steps"
+        total += f"; {summary['goodput']:.1%} of the time between first and last step was not lost"
     lines.append(_line("time", total))
     lines += _faults(summary["faults"])
     lines += _rejoins(summary["rejoins"])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
-from elastic_train.telemetry.faults import ENDS, VIEWS
 from elastic_train.telemetry.json_files import read_lines
 from elastic_train.telemetry.records import is_run_directory
 
@@ -62,8 +61,7 @@ def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any
       run_dir: the run directory.
       is_alive: the job is running; otherwise all workers are dead.
     """
-    ledger = read_lines(run_dir / "ledger.jsonl")
-    status = replay(read_lines(run_dir / "events.jsonl"), ledger[-1]["step"] if ledger else 0)
+    status = replay(read_lines(run_dir / "events.jsonl"), read_lines(run_dir / "ledger.jsonl"))
     status["generation"] = _read_job(run_dir).get("generation", 0)
     if not is_alive:
         for worker in status["workers"]:
@@ -71,37 +69,44 @@ def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any
     return status
 
 
-def replay(events: Iterable[Mapping[str, Any]], step: int) -> dict[str, Any]:
-    """The state after `events`, in the form of `live_status`. `step` is the last committed one. Pure."""
+def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state after `events`, in the form of `live_status`. Pure.
+
+    A worker's step is the last one it took part in; 0 while it has not.
+    """
     workers: dict[int, dict[str, Any]] = {}
+    has_joined: set[int] = set()
     epoch = 0
     for event in events:
         name = event["event"]
-        if name in VIEWS and event["epoch"] > epoch:
+        if name == "view_changed" and event["epoch"] > epoch:
             epoch = event["epoch"]
             for slot in set(event["members"]) & set(workers):
                 if workers[slot]["state"] != "dead":
                     workers[slot]["state"] = "member"
-        elif name in ENDS:
+                    has_joined.add(slot)
+        elif name == "end":
             for worker in workers.values():
                 worker["state"] = "dead"
         if name not in _STATES:
             continue
-        slot, incarnation = event["slot"], event.get("incarnation", 0)
+        slot, incarnation = event["slot"], event["incarnation"]
         worker = workers.get(slot)
         if worker is None or incarnation > worker["incarnation"]:
             worker = {"slot": slot, "pid": 0, "host": "", "incarnation": incarnation, "state": "", "step": 0}
             workers[slot] = worker
+            has_joined.discard(slot)
         if incarnation < worker["incarnation"]:
             continue  # an old start of this slot
         worker |= {key: event[key] for key in ("pid", "host") if key in event}
-        if name == "worker_died":
-            worker["step"] = event.get("step") or 0
         if _ORDER.index(_STATES[name]) > _ORDER.index(worker["state"]):
             worker["state"] = _STATES[name]
-    for worker in workers.values():
-        if worker["state"] == "member":
-            worker["step"] = step
+    step, last_steps = 0, dict[int, int]()
+    for line in ledger:
+        step = line["step"]
+        last_steps |= dict.fromkeys(line["workers"], step)
+    for slot in has_joined:
+        workers[slot]["step"] = last_steps.get(slot, 0)
     ordered = [workers[slot] for slot in sorted(workers)]
     return {"generation": 0, "epoch": epoch, "step": step, "workers": ordered}
 
@@ -124,6 +129,7 @@ _STATES = {
     "worker_warming": "warming",
     "worker_ready": "ready",
     "worker_died": "dead",
+    "worker_exited": "dead",
 }
 
 

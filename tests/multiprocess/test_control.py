@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -14,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -30,6 +32,7 @@ from elastic_train.coordinator.streams import SERVICE_NAME
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity, View
+from elastic_train.membership.roster import Limits, Roster, Worker, WorkerState
 
 SECRET = "only this job knows"
 PATIENCE_S = 20.0
@@ -75,6 +78,7 @@ class Job:
         self.answers: dict[type, Callable[[r.Event], list[r.Action]]] = {}
         self._links: list[Link] = []
         self._agents: list[Agent] = []
+        self._steps: set[int] = set()
         self.coordinator = Coordinator(
             Limits(num_slots, num_nodes=2 * num_slots),
             self,
@@ -89,7 +93,7 @@ class Job:
     def _apply(self, roster: Roster, event: r.Event) -> tuple[Roster, list[r.Action]]:
         match event:
             case r.Hello(identity, pid, host, _):
-                worker = r.Worker(identity, "here", r.WorkerState.WARMING, pid, host)
+                worker = Worker(identity, "here", WorkerState.WARMING, pid, host)
                 roster = dataclasses.replace(roster, workers={**roster.workers, identity.slot: worker})
             case r.Viewed(_, view, _):
                 roster = dataclasses.replace(roster, view=view)
@@ -100,8 +104,26 @@ class Job:
     def event(self, name: str, /, **fields: object) -> None:
         self.notes.append((name, fields))
 
-    def commit(self, record: dict[str, object]) -> None:
+    # Steps begin at 1. Nothing is held back: whether records are put in order is not tested here.
+
+    def commit(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         self.commits.append(record)
+        self._steps.add(record["step"])
+        return [record]
+
+    @property
+    def flushed_step(self) -> int:
+        return next(step for step in itertools.count() if step + 1 not in self._steps)
+
+    @property
+    def gap(self) -> tuple[int, int] | None:
+        later = [step for step in self._steps if step > self.flushed_step]
+        return (self.flushed_step + 1, min(later) - 1) if later else None
+
+    def skip_gap(self) -> list[Mapping[str, Any]]:
+        first, last = self.gap
+        self._steps.update(range(first, last + 1))
+        return []
 
     def new_link(self, node: int, secret: str = SECRET) -> Link:
         link = Link(self.coordinator.address, secret, Identity(node - 1, 0, node), keepalive_s=5.0)
@@ -301,9 +323,7 @@ def test_records_are_kept_until_they_are_on_disk_and_sent_again_by_the_next(job:
     job.commits.expect({"step": 6})
     second.record({"step": 7}, flush=True)
     job.commits.expect({"step": 7})
-    assert sorted({record["step"] for record in job.commits}) == [1, 2, 3, 4, 5, 6, 7]
-    steps = [record["step"] for record in job.commits]
-    assert [step for at, step in enumerate(steps) if step not in steps[:at]] == [1, 2, 3, 4, 5, 6, 7]
+    assert {record["step"] for record in job.commits} == {1, 2, 3, 4, 5, 6, 7}
     wait_acknowledged(second)
     job.events.expect(r.Stepped(second.identity, 7))
 
@@ -313,9 +333,9 @@ def test_records_that_nobody_has_are_given_up(job: Job, monkeypatch: pytest.Monk
     link = job.link(1)
     link.record({"step": 1}, flush=True)
     link.record({"step": 5}, flush=True)
-    job.commits.expect({"step": 5})
-    job.notes.expect(("records_lost", {"first_step": 2, "last_step": 4}))
     wait_acknowledged(link)
+    assert job.gap is None
+    assert "steps 2 to 4 are lost" in job.shown.expect_kind(str)
 
 
 def test_close_sends_what_is_queued_and_is_no_silence(job: Job) -> None:
@@ -334,7 +354,7 @@ def test_a_worker_that_closes_but_lives_on_is_silent(job: Job, monkeypatch: pyte
     monkeypatch.setattr("elastic_train.coordinator.service.LEAVE_TIMEOUT_S", 0.05)
     link = job.link(1)
     link.close()
-    assert "did not exit" in job.events.expect_kind(r.Silent).reason
+    assert "closed without an exit" in job.events.expect_kind(r.Silent).reason
 
 
 @contextlib.contextmanager
@@ -380,6 +400,17 @@ def test_a_stopped_worker_is_noticed_by_keepalive() -> None:
             assert process.stdout.readline().startswith("lost ")
     finally:
         job.close()
+
+
+def test_exits_after_the_end_are_written_down(job: Job) -> None:
+    job.answers[r.StopAsked] = lambda _: [r.End(130, "stopped", "")]
+    agent = job.agent(0)
+    job.coordinator.ask_stop(now=True, reason="")
+    assert job.coordinator.wait(PATIENCE_S)
+    agent.exited(Identity(0, 2, 3))
+    about = {"slot": 0, "incarnation": 2, "node": 3, "exit_code": -9, "reported_time": 123.0}
+    job.notes.expect(("worker_exited", about))
+    assert not any(isinstance(event, r.Exited) for event in job.events)
 
 
 def test_a_lost_agent(job: Job) -> None:

@@ -35,13 +35,48 @@ def test_plain_lines_come_at_a_slow_pace_and_at_changes_of_members():
     for step in range(1, 121):
         clock.now = step * 0.1
         members = [0, 1, 2] if step < 30 or step > 90 else [0, 2]
-        display.update({"step": step, "samples": step * 64, "loss": 1 / step, "workers": members, "epoch": 1})
+        epoch = 1 + (step >= 30) + (step > 90)
+        display.update({"step": step, "samples": step * 64, "loss": 1 / step, "workers": members, "epoch": epoch})
         if (lines := stream.getvalue().splitlines()) and len(lines) > len(steps):
             steps.append(step)
     display.stop()
     assert steps == [1, 30, 80, 91]
     assert len(stream.getvalue().splitlines()) == 5
     assert stream.getvalue().splitlines()[-1].startswith("step 120/300")
+
+
+def test_before_the_first_commit_only_news_of_the_start_are_told():
+    display, stream, clock = plain()
+    for second in range(40):
+        clock.now = float(second)
+        ready = [0] if second > 10 else []
+        display.update({"step": 0, "epoch": 0, "workers": [], "ready": ready})
+    display.update({"ready": [0, 1, 2], "workers": [0, 1, 2], "epoch": 1})
+    clock.now = 60.0
+    display.update({"ready": [0, 1, 2], "workers": [0, 1, 2], "epoch": 1})
+    display.update({"step": 1, "loss": 0.5, "workers": [0, 1, 2], "epoch": 1})
+    display.stop()
+    assert stream.getvalue().splitlines() == [
+        "starting 3 workers (ready 0/3)",
+        "starting 3 workers (ready 1/3)",
+        "starting 3 workers (ready 3/3)",
+        "step   1/300  loss 0.5000  members 3/3  epoch 1",
+    ]
+
+
+def test_no_lines_while_nothing_happens_and_records_of_an_older_epoch_are_late():
+    display, stream, clock = plain()
+    record = {"step": 7, "loss": 0.5, "workers": [0, 1, 2], "epoch": 1}
+    display.update(record)
+    display.update({"step": 7, "workers": [0, 2], "epoch": 2})
+    for second in range(0, 60, 2):
+        clock.now = float(second)
+        display.update({"step": 7, "workers": [0, 2], "epoch": 2} if second % 4 else record)
+    display.stop()
+    assert stream.getvalue().splitlines() == [
+        "step   7/300  loss 0.5000  members 3/3  epoch 1",
+        "step   7/300  loss 0.5000  members 2/3  epoch 2",
+    ]
 
 
 def test_a_line_says_everything_known():
@@ -51,23 +86,24 @@ def test_a_line_says_everything_known():
     clock.now = 1.0
     display.update(
         {**record, "step": 120, "samples": 12_300, "loss": 0.1234, "workers": [0, 1, 2], "time_lost_s": 0.42}
-        | {"eval": {"accuracy": 0.9512, "count": 3}}
+        | {"evaluation": {"accuracy": 0.9512, "count": 3}, "epoch": 3}
     )
     display.stop()
     first, second = stream.getvalue().splitlines()
     assert first == "step 119/300  loss 0.5000  members 2/3  epoch 2"
     assert second == (
-        "step 120/300  loss 0.1234  12.3k samples/s  members 3/3  epoch 2  lost 0.4 s  accuracy 0.9512  count 3"
+        "step 120/300  loss 0.1234  12.3k samples/s  members 3/3  epoch 3  lost 0.4 s  eval_accuracy 0.9512  "
+        "eval_count 3"
     )
 
 
 def test_the_last_evaluation_stays_and_a_loss_may_be_unknown():
     display, stream, clock = plain()
-    display.update({"step": 1, "loss": None, "eval": {"accuracy": 0.5}})
+    display.update({"step": 1, "loss": None, "evaluation": {"accuracy": 0.5}})
     clock.now = 10
-    display.update({"step": 2, "loss": 0.25, "eval": {}})
+    display.update({"step": 2, "loss": 0.25})
     display.stop()
-    assert stream.getvalue() == "step   1/300  accuracy 0.5\nstep   2/300  loss 0.2500  accuracy 0.5\n"
+    assert stream.getvalue() == "step   1/300  eval_accuracy 0.5\nstep   2/300  loss 0.2500  eval_accuracy 0.5\n"
 
 
 def test_samples_per_second_are_those_of_the_last_seconds():
@@ -102,9 +138,9 @@ def test_terminal(monkeypatch):
     stream = Terminal()
     display = Display(stream, 3, 300, first_step=150)
     display.start()
-    display.update({"workers": [0, 1, 2], "epoch": 1})
+    display.update({"ready": [0]})
     first = stream.getvalue()
-    assert "50%" in first and "step 150/300" in first
+    assert "50%" in first and "starting 3 workers (ready 1/3)" in first
     display.note("worker 1 [died]")
     display.update({"step": 300, "loss": 0.5, "workers": [0, 2], "epoch": 2})
     display.stop()

@@ -72,25 +72,29 @@ def test_files_and_their_permissions(tmp_path):
 
 
 def test_events_are_on_disk_at_once(tmp_path):
-    with RunDirectory(tmp_path, clock=lambda: 5.0) as run:
+    times = iter([5.0, 4.0, 6.0])
+    with RunDirectory(tmp_path, clock=lambda: next(times)) as run:
         run.event("worker_ready", slot=1)
-        run.event("worker_died", slot=1, time=3.0)
+        run.event("worker_died", slot=1, reported_time=3.0)
+        run.event("end")
         assert read_lines(tmp_path / "events.jsonl") == [
             {"time": 5.0, "event": "worker_ready", "slot": 1},
-            {"time": 3.0, "event": "worker_died", "slot": 1},
+            # The clock was set back. Times ascend all the same.
+            {"time": 5.0, "event": "worker_died", "slot": 1, "reported_time": 3.0},
+            {"time": 6.0, "event": "end"},
         ]
 
 
 def test_a_commit_makes_a_line_of_metrics_and_one_of_the_ledger(tmp_path):
     with RunDirectory(tmp_path) as run:
-        run.commit(record(1, accuracy=0.5, eval={"accuracy": 0.25}, loss=math.nan))
+        run.commit(record(1, accuracy=0.5, evaluation={"accuracy": 0.25}, loss=math.nan))
     assert read_lines(tmp_path / "ledger.jsonl") == [
         {"step": 1, "pass": 0, "first_sample": 0, "num_samples": 10, "workers": [0, 1]}
     ]
     assert read_lines(tmp_path / "metrics.jsonl") == [
         {
             "step": 1, "samples": 10, "loss": None, "learning_rate": 0.1, "workers": [0, 1], "epoch": 1,
-            "step_time_s": 0.01, "time": 1001.0, "accuracy": 0.5, "eval": {"accuracy": 0.25},
+            "step_time_s": 0.01, "time": 1001.0, "accuracy": 0.5, "eval_accuracy": 0.25,
         }
     ]  # fmt: skip
 
@@ -105,8 +109,10 @@ def test_a_batch_that_crosses_passes_says_so(tmp_path):
 def test_log_every_thins_metrics_but_not_the_ledger(tmp_path):
     with RunDirectory(tmp_path, log_every=5, first_step=2) as run:
         for step in range(3, 15):
-            run.commit(record(step, eval={"loss": 1.0} if step == 7 else {}))
-    assert metric_steps(tmp_path) == [3, 5, 7, 10, 14]
+            run.commit(record(step, **({"evaluation": {"loss": 1.0}} if step == 7 else {})))
+            if step == 11:
+                run.event("user_code_failed", slot=0, step=step)  # so the next one was tried again
+    assert metric_steps(tmp_path) == [3, 5, 7, 10, 12, 14]
     assert ledger_steps(tmp_path) == list(range(3, 15))
 
 
@@ -153,13 +159,14 @@ def test_a_gap_can_be_given_up_and_is_at_the_end(tmp_path):
 
 
 def test_recovered_becomes_an_event_once_per_epoch(tmp_path):
-    recovered = {"epoch": 2, "kind": "death", "gone": [1], "came": [], "time": 7.0, "rebuild_s": 0.1}
+    recovered = {"epoch": 2, "kind": "death", "gone": [1], "came": [], "step": 0, "rebuild_s": 0.1}
     with RunDirectory(tmp_path) as run:
         run.commit(record(1, epoch=2, recovered=recovered))
         run.commit(record(1, epoch=2, recovered=recovered))
         run.commit(record(3, epoch=3, recovered={**recovered, "epoch": 3}))
     found = events(tmp_path, "recovered")
-    assert [(e["epoch"], e["step"], e["time"]) for e in found] == [(2, 1, 7.0), (3, 3, 7.0)]
+    # The step is the first one that was committed then.
+    assert [(e["epoch"], e["step"], e["reported_time"]) for e in found] == [(2, 1, 1001.0), (3, 3, 1003.0)]
     assert "recovered" not in read_lines(tmp_path / "metrics.jsonl")[0]
 
 
@@ -174,11 +181,26 @@ def test_steps_trained_again_are_noted_not_written(tmp_path):
     assert ledger_steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_steps_that_are_lost_more_than_once(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        for epoch, first, last in [(1, 1, 5), (2, 1, 3), (3, 4, 4), (4, 2, 8)]:
+            for step in range(first, last + 1):
+                run.commit(record(step, epoch=epoch))
+            run.commit(record(last, epoch=epoch))
+    # Epoch 3 went on where epoch 2 was.
+    repeats = [(e["first_step"], e["last_step"], e["epoch"]) for e in events(tmp_path, "steps_repeated")]
+    assert repeats == [(1, 5, 2), (2, 4, 4)]
+    assert ledger_steps(tmp_path) == list(range(1, 9))
+
+
 def test_time_lost_is_known_while_the_job_runs(tmp_path):
     with RunDirectory(tmp_path) as run:
-        run.event("worker_died", slot=1, node=2, step=1, state="member", signal=9, time=10.0)
+        run.event("view_changed", epoch=1, members=[0, 1], came=[0, 1], step=0)
+        died = {"step": 1, "state": "member", "exit_code": -9, "reported_time": 1000.5}
+        run.event("worker_died", slot=1, incarnation=0, node=2, **died)
+        run.event("view_changed", epoch=2, members=[0], came=[], step=0)
         assert run.time_lost_s == 0
-        recovered = {"epoch": 2, "kind": "death", "gone": [1], "came": [], "time": 10.5}
+        recovered = {"epoch": 2, "kind": "death", "gone": [1], "came": []}
         run.commit(record(1, epoch=2, recovered=recovered))
         assert run.time_lost_s == pytest.approx(0.5)
 
@@ -211,8 +233,9 @@ def test_many_threads(tmp_path):
 
 
 def test_summary(tmp_path):
-    with RunDirectory(tmp_path, log_every=100, clock=lambda: 1010.0) as run:
-        run.event("job_started", time=999.0)
+    times = iter([999.0, 1010.0])
+    with RunDirectory(tmp_path, log_every=100, clock=lambda: next(times)) as run:
+        run.event("job_started")
         for step in range(1, 6):
             run.commit(record(step))
         returned = run.summary({"status": "done", "exit_code": 0, "params_sha256": "ab"})

@@ -380,9 +380,9 @@ def test_a_failure_at_start_up_is_a_death_like_others_once_a_worker_was_ready() 
 def test_failures_in_training_are_shown_and_the_first_is_kept() -> None:
     roster, actions = play(training(), failure(B, startup=False, text="Traceback\n  line\nValueError: one"))
     show = notes(actions)["user_code_failed"].show
-    assert "worker 1 (incarnation 0): user code raised at step 4:\nTraceback" in show
+    assert "worker 1 (incarnation 0): user code raised after step 4:\nTraceback" in show
     roster, actions = play(roster, failure(B, startup=False, text="Traceback\n  line\nValueError: two"))
-    assert notes(actions)["user_code_failed"].show.endswith("at step 4:\nValueError: two")
+    assert notes(actions)["user_code_failed"].show.endswith("after step 4:\nValueError: two")
     _, actions = play(roster, Finished(A, "failed"))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (3, "failed")

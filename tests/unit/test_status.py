@@ -56,7 +56,7 @@ def fill(path: Path, address: str | None) -> None:
             run.event("worker_started", pid=100 + slot, **identity)
             run.event("worker_warming", pid=100 + slot, host="here", **identity)
             run.event("worker_ready", **identity)
-        run.event("view", epoch=1, members=[0, 1])
+        run.event("view_changed", epoch=1, members=[0, 1], came=[0, 1], step=0)
         record: dict[str, Any] = {
             "samples": 1,
             "loss": 1.0,
@@ -151,25 +151,41 @@ def event(name: str, slot: int, incarnation: int = 0, **fields: object) -> dict[
     return {"event": name, "time": 1.0, "slot": slot, "incarnation": incarnation, **fields}
 
 
+def view(epoch: int, *members: int) -> dict[str, object]:
+    return {"event": "view_changed", "time": 1.0, "epoch": epoch, "members": list(members)}
+
+
+def committed(*spans: tuple[int, list[int]]) -> list[dict[str, object]]:
+    """The ledger's lines: each span says up to which step, and by whom."""
+    lines: list[dict[str, object]] = []
+    for last, workers in spans:
+        lines += [{"step": step, "workers": workers} for step in range(len(lines) + 1, last + 1)]
+    return lines
+
+
 def test_replay_follows_a_death_and_a_return():
     events = [
         event("worker_warming", 1, pid=5, host="b"),
         event("worker_started", 1, pid=5),  # the agent's report may come after the worker's own
         event("worker_started", 0, pid=4),
     ]
-    assert states(replay(events, 0)) == ["starting", "warming"]
-    events += [event("worker_ready", 0), event("worker_ready", 1)]
-    events += [{"event": "view", "epoch": 1, "members": [0, 1], "time": 1.0}]
-    assert states(replay(events, 3)) == ["member", "member"]
-    events += [event("worker_died", 1, step=3), {"event": "view", "epoch": 2, "members": [0], "time": 1.0}]
-    assert [(w["state"], w["step"]) for w in replay(events, 5)["workers"]] == [("member", 5), ("dead", 3)]
+    assert states(replay(events, [])) == ["starting", "warming"]
+    events += [event("worker_ready", 0), event("worker_ready", 1), view(1, 0, 1)]
+    assert states(replay(events, committed((3, [0, 1])))) == ["member", "member"]
+    events += [event("worker_died", 1, step=2), view(2, 0)]
+    ledger = committed((3, [0, 1]), (5, [0]))
+    assert [(w["state"], w["step"]) for w in replay(events, ledger)["workers"]] == [("member", 5), ("dead", 3)]
     events += [event("worker_starting", 1, 1), event("worker_ready", 1, 0)]
-    answer = replay(events, 5)
-    assert states(answer) == ["member", "starting"]
+    answer = replay(events, ledger)
+    assert [(w["state"], w["step"]) for w in answer["workers"]] == [("member", 5), ("starting", 0)]
     assert (answer["workers"][1]["incarnation"], answer["workers"][1]["pid"]) == (1, 0)
-    events += [event("worker_ready", 1, 1), {"event": "view", "epoch": 3, "members": [0, 1], "time": 1.0}]
-    assert (replay(events, 8)["epoch"], states(replay(events, 8))) == (3, ["member", "member"])
-    assert states(replay([*events, {"event": "job_ended", "time": 2.0}], 8)) == ["dead", "dead"]
+    events += [event("worker_ready", 1, 1), view(3, 0, 1)]
+    ledger = committed((3, [0, 1]), (5, [0]), (8, [0, 1]))
+    assert (replay(events, ledger)["epoch"], states(replay(events, ledger))) == (3, ["member", "member"])
+    events += [{"event": "end", "time": 2.0}]
+    assert [(w["state"], w["step"]) for w in replay(events, ledger)["workers"]] == [("dead", 8), ("dead", 8)]
+    events += [event("worker_exited", 0), event("worker_exited", 1, 1)]
+    assert [(w["state"], w["step"]) for w in replay(events, ledger)["workers"]] == [("dead", 8), ("dead", 8)]
 
 
 def test_table():

@@ -19,16 +19,21 @@ def started(time: float, slot: int, incarnation: int = 0) -> dict[str, Any]:
 
 
 def died(time: float, slot: int, **fields: Any) -> dict[str, Any]:
-    base = {"incarnation": 0, "node": slot + 1, "exit_code": -9, "signal": 9, "step": 4, "state": "member"}
+    base = {"incarnation": 0, "node": slot + 1, "exit_code": -9, "step": 4, "state": "member"}
     return {"event": "worker_died", "time": time, "slot": slot, **base, **fields}
+
+
+def killed(time: float, slot: int) -> dict[str, Any]:
+    return {"event": "worker_killed", "time": time, "slot": slot, "incarnation": 0, "node": slot + 1}
 
 
 def abort(time: float, slot: int, node: int | None = None) -> dict[str, Any]:
     return {"event": "abort_sent", "time": time, "slot": slot, "node": node or slot + 1}
 
 
-def view(time: float, epoch: int, members: list[int], gone: list[int] | None = None, **fields: Any):
-    return {"event": "view", "time": time, "epoch": epoch, "members": members, "gone": gone or [], **fields}
+def view(time: float, epoch: int, members: list[int], came: tuple[int, ...] = (), **fields: Any) -> dict[str, Any]:
+    base = {"epoch": epoch, "members": members, "came": came, "step": 4}
+    return {"event": "view_changed", "time": time, **base, **fields}
 
 
 def recovered(time: float, epoch: int, kind: str = "death", **fields: Any) -> dict[str, Any]:
@@ -52,10 +57,10 @@ def faults_of(*events: dict[str, Any], commits: tuple = ()) -> list[dict[str, An
 
 def test_a_death_of_a_member():
     events = [
-        view(90, 1, [0, 1, 2]),
-        died(100, 1),
+        view(90, 1, [0, 1, 2], (0, 1, 2), step=0),
+        died(100, 1, step=1),  # workers tell their step twice a second; the view knows better
         abort(100.02, 1),
-        view(100.1, 2, [0, 2], [1]),
+        view(100.1, 2, [0, 2]),
         recovered(100.5, 2, gone=[1]),
         recovered(120, 3, "admission", came=[1]),
     ]
@@ -63,54 +68,61 @@ def test_a_death_of_a_member():
 
 
 def test_the_abort_may_be_written_first_and_times_may_come_from_the_witness():
-    events = [abort(100.03, 1), died(100.04, 1, reported_time=100.0), recovered(100.5, 2, gone=[1])]
+    events = [
+        view(90, 1, [0, 1], (0, 1)),
+        abort(100.03, 1),
+        died(100.04, 1, reported_time=100.0),
+        view(100.06, 2, [0], reported_time=100.05),
+        recovered(100.7, 2, gone=[1], reported_time=100.5),
+    ]
     assert faults_of(*events) == [fault("killed", 1, 4, 0.03, 0.2, 0.1, 0.5)]
 
 
-def test_views_that_name_only_members():
-    events = [
-        {"event": "view_changed", "time": 90, "epoch": 1, "members": [0, 1]},
-        died(100, 1),
-        {"event": "view_changed", "time": 100.1, "epoch": 2, "members": [0]},
-        recovered(99.0, 1, "formed"),
-        recovered(100.5, 2),
-    ]
-    assert faults_of(*events) == [fault("killed", 1, 4, None, 0.2, 0.1, 0.5)]
-
-
 def test_a_death_without_recovery_yet():
-    assert faults_of(died(100, 1)) == [fault("killed", 1, 4, None, None, None, None)]
+    assert faults_of(died(100, 1)) == [fault("killed", 1, 4, 0.0, None, None, None)]
+
+
+def test_a_death_that_nobody_was_left_to_be_told_of():
+    assert faults_of(died(100, 1, reported_time=99.9)) == [fault("killed", 1, 4, 0.1, None, None, None)]
 
 
 def test_a_recovery_of_an_earlier_epoch_settles_nothing():
-    events = [died(100, 1), recovered(100.1, 1, "admission", came=[2]), view(100.2, 2, [0, 2], [1])]
-    assert faults_of(*events) == [fault("killed", 1, 4, None, None, None, None)]
+    events = [
+        view(90, 1, [0, 1, 2], (2,)),
+        died(100, 1),
+        recovered(100.1, 1, "admission", came=[2]),
+        view(100.2, 2, [0, 2]),
+    ]
+    assert faults_of(*events) == [fault("killed", 1, 4, 0.0, None, None, None)]
 
 
 def test_a_second_death_before_the_first_is_recovered():
     events = [
+        view(90, 1, [0, 1, 2], (0, 1, 2)),
         died(100, 1),
-        view(100.1, 2, [0, 2], [1]),
+        view(100.1, 2, [0, 2]),
         died(100.2, 2),
-        view(100.3, 3, [0], [2]),
+        view(100.3, 3, [0]),
         recovered(100.8, 3, gone=[2]),
     ]
     assert faults_of(*events) == [
-        fault("killed", 1, 4, None, 0.2, 0.1, 0.8),
-        fault("killed", 2, 4, None, 0.2, 0.1, 0.6),
+        fault("killed", 1, 4, 0.0, 0.2, 0.1, 0.8),
+        fault("killed", 2, 4, 0.0, 0.2, 0.1, 0.6),
     ]
     assert time_lost(find_faults(events), []) == pytest.approx(0.8)
 
 
 def test_the_same_slot_twice():
     events = [
+        view(90, 1, [0, 1], (0, 1)),
         died(100, 1),
-        view(100.1, 2, [0], [1]),
+        view(100.1, 2, [0]),
         recovered(100.5, 2, gone=[1]),
+        view(109, 3, [0, 1], (1,)),
         recovered(110, 3, "admission", came=[1]),
         died(120, 1, incarnation=1, node=7),
         abort(120.1, 1, node=7),
-        view(120.1, 4, [0], [1]),
+        view(120.1, 4, [0]),
         recovered(121, 4, gone=[1]),
     ]
     assert [f["total_s"] for f in faults_of(*events)] == [pytest.approx(0.5), pytest.approx(1.0)]
@@ -118,35 +130,51 @@ def test_the_same_slot_twice():
 
 
 def test_all_members_die_and_a_new_group_is_formed():
-    events = [died(100, 0), died(100, 1), recovered(130, 2, "formed", came=[0, 1])]
-    assert [f["total_s"] for f in faults_of(*events)] == [30, 30]
+    events = [
+        view(90, 1, [0, 1, 2], (0, 1, 2), step=0),
+        died(100, 0),
+        died(100, 1),
+        died(100, 2),
+        view(129, 2, [0, 1], (0, 1), step=0),
+        recovered(130, 2, "formed", came=[0, 1]),
+    ]
+    assert [(f["step"], f["total_s"]) for f in faults_of(*events)] == [(4, 30)] * 3
+    assert find_rejoins(events, 0.5) == []
 
 
 def test_kinds():
     events = [
-        died(100, 0, exit_code=1, signal=None),
-        {"event": "worker_killed", "time": 101, "slot": 1, "incarnation": 0, "reason": "silent"},
+        died(100, 0, exit_code=1),
+        killed(101, 1),
         died(101, 1),
-        died(102, 2, exit_code=-9, signal=None),
-        died(103, 3, exit_code=None, signal=None),
+        died(102, 2, exit_code=-9),
+        died(103, 3, exit_code=None),
+        killed(104.2, 4),
+        died(104.3, 4, reported_time=104.0),  # its silence was noticed before its exit
     ]
-    assert [f["kind"] for f in faults_of(*events)] == ["exited", "stopped", "killed", "killed"]
+    assert [f["kind"] for f in faults_of(*events)] == ["exited", "stopped", "killed", "killed", "killed"]
 
 
 def test_a_worker_that_was_no_member_cost_no_step():
-    assert faults_of(died(100, 1, state="warming")) == [fault("killed", 1, 4, None, 0.0, 0.0, 0.0)]
+    assert faults_of(died(100, 1, state="warming")) == [fault("killed", 1, 4, 0.0, 0.0, 0.0, 0.0)]
 
 
 def test_a_joiner_that_died_as_it_was_admitted_did_cost():
-    events = [died(100, 1, state="ready"), view(100.1, 3, [0], [1]), recovered(100.4, 3, gone=[1])]
-    assert faults_of(*events) == [fault("killed", 1, 4, None, 0.2, 0.1, 0.4)]
+    events = [
+        view(99.9, 2, [0, 1], (1,)),
+        died(100, 1, state="ready", step=0),
+        view(100.1, 3, [0]),
+        recovered(100.4, 3, gone=[1]),
+    ]
+    assert faults_of(*events) == [fault("killed", 1, 4, 0.0, 0.2, 0.1, 0.4)]
 
 
 def test_a_worker_that_left_by_agreement():
     events = [
-        view(100, 2, [0], [1]),
+        view(90, 1, [0, 1], (0, 1)),
+        view(100, 2, [0]),
         recovered(100.3, 2, "leave", gone=[1]),
-        died(101, 1, exit_code=1, signal=None),
+        died(101, 1, exit_code=1),
     ]
     assert faults_of(*events) == [fault("exited", 1, 4, 0.0, 0.2, 0.1, 0.3)]
 
@@ -155,16 +183,16 @@ def test_workers_that_end_with_the_job_are_no_faults():
     events = [
         {"event": "worker_finished", "time": 100, "slot": 0, "incarnation": 0},
         {"event": "worker_finished", "time": 100, "slot": 1, "incarnation": 0},
-        died(101, 0, exit_code=0, signal=None),
+        died(101, 0, exit_code=0),
         died(101, 2, state="ready"),
-        {"event": "job_ended", "time": 101},
+        {"event": "end", "time": 101},
         died(102, 1),
     ]
     assert faults_of(*events) == []
 
 
 def test_user_code_that_raised_once():
-    event = {"event": "user_error", "time": 100, "slot": 1, "step": 4, "traceback": "..."}
+    event = {"event": "user_code_failed", "time": 100, "slot": 1, "step": 4, "traceback": "..."}
     commits = (commit(4, 99.5), commit(5, 100.25), commit(6, 101))
     assert faults_of(event, commits=commits) == [fault("raised", 1, 4, 0.0, 0.0, 0.0, 0.25)]
     assert faults_of({**event, "time": 100.5}, commits=commits) == [fault("raised", 1, 4, 0.0, 0.0, 0.0, 0.0)]
@@ -177,9 +205,10 @@ def test_rejoins():
         started(50, 1),
         recovered(60, 1, "formed", came=[0, 1]),
         started(101, 1, 1),
-        view(110.0, 3, [0, 1]),
-        recovered(110.9, 3, "admission", came=[1], step=9),
-        recovered(120, 4, "admission", came=[2], step=12),
+        view(110.0, 3, [0, 1], (1,)),
+        recovered(110.95, 3, "admission", came=[1], step=9, reported_time=110.9),
+        # Another member died while it joined.
+        recovered(120, 4, gone=[0], came=[2], step=12),
     ]
     first, second = (rejoin.as_json() for rejoin in find_rejoins(events, 0.5))
     expected = {"slot": 1, "step": 9, "stall_s": 0.4, "start_to_member_s": 9.9}
@@ -187,19 +216,38 @@ def test_rejoins():
     assert second == {"slot": 2, "step": 12, "stall_s": pytest.approx(0.3), "start_to_member_s": None}
 
 
-def test_goodput_and_medians():
+def test_figures_of_a_job():
     commits = [commit(step, 100 + step) for step in range(1, 11)]
     commits[3]["step_time_s"] = 50.0
     summary = summarize([{"event": "job_started", "time": 90.0}], commits, END)
     assert summary["step_time_s"] == 0.5
-    assert summary["goodput"] == pytest.approx(0.5 * 10 / 9.5)
+    assert summary["goodput"] == 1.0
     assert summary["wall_s"] == 110
     assert summary["final_loss"] == 0.1
 
 
-def test_goodput_counts_steps_that_were_not_logged_and_is_at_most_one():
-    assert summarize([], [commit(1, 100), commit(9, 104)], END)["goodput"] == 1.0
-    assert summarize([], [commit(1, 100), commit(9, 109)], END)["goodput"] == pytest.approx(4.5 / 9.5)
+def test_goodput_lacks_what_faults_rejoins_and_repeated_steps_cost():
+    events = [
+        died(80, 0, state="member"),
+        recovered(90, 1, "formed", came=[0, 1]),  # before the first commit
+        view(99, 2, [0, 1], (0, 1)),
+        died(103, 1),
+        view(103.1, 3, [0]),
+        recovered(104, 3, gone=[1]),
+        view(106, 4, [0, 1], (1,)),
+        recovered(107, 4, "admission", came=[1]),
+        {"event": "steps_repeated", "time": 107.0, "first_step": 3, "last_step": 4, "epoch": 5},
+    ]
+    commits = [commit(1, 100), commit(9, 109.5)]
+    summary = summarize(events, commits, END)
+    assert summary["time_lost_s"] == pytest.approx(10 + 1 + 0.5)
+    assert summary["goodput"] == pytest.approx(1 - (1 + 0.5 + 2 * 0.5) / 10)
+
+
+def test_final_loss_is_that_of_the_last_step_even_if_its_record_is_lost():
+    metrics = {"loss": 0.05, "accuracy": 0.5, "eval_loss": 0.07}
+    summary = summarize([], [commit(9, 109.0)], {**END, "metrics": metrics})
+    assert (summary["final_loss"], summary["metrics"]) == (0.05, metrics)
 
 
 def test_a_job_without_a_commit():
@@ -212,27 +260,32 @@ def test_a_job_without_a_commit():
 
 def test_steps_lost_and_final_metrics():
     events = [{"event": "steps_repeated", "time": 1.0, "first_step": 3, "last_step": 5, "epoch": 2}]
-    summary = summarize(events, [commit(1, 1.0, eval={"accuracy": 0.5}), commit(2, 2.0)], END)
+    summary = summarize(events, [commit(1, 1.0, eval_accuracy=0.5), commit(2, 2.0)], END)
     assert summary["steps_lost"] == 3
-    assert summary["metrics"] == {"accuracy": 0.5}
-    assert summarize([], [], {**END, "metrics": {"accuracy": 1.0}})["metrics"] == {"accuracy": 1.0}
+    assert summary["metrics"] == {"eval_accuracy": 0.5}
 
 
 def test_report_says_what_each_fault_cost():
     events = [
         {"event": "job_started", "time": 90.0},
-        view(95, 1, [0, 1, 2]),
+        view(95, 1, [0, 1, 2], (0, 1, 2)),
         died(100, 1),
         abort(100.02, 1),
+        view(100.1, 2, [0, 2]),
         recovered(100.5, 2, gone=[1]),
         started(100.1, 1, 1),
         died(103, 1, state="warming", incarnation=1, node=9),
-        view(110.0, 3, [0, 1, 2]),
+        view(110.0, 3, [0, 1, 2], (1,)),
         recovered(110.9, 3, "admission", came=[1], step=9),
-        {"event": "user_error", "time": 109.75, "slot": 2, "step": 9, "traceback": ""},
+        {"event": "user_code_failed", "time": 109.75, "slot": 2, "step": 9, "traceback": ""},
         died(112, 0),
     ]
-    end = {**END, "params_sha256": "ab" * 32, "state_sha256": "cd" * 32, "metrics": {"accuracy": 0.9612345}}
+    end = {
+        **END,
+        "params_sha256": "ab" * 32,
+        "state_sha256": "cd" * 32,
+        "metrics": {"accuracy": 0.5, "eval_accuracy": 0.9612345},
+    }
     summary = summarize(events, [commit(step, 100 + step) for step in range(1, 11)], end)
     text = format_summary(summary, Path("runs/one"))
     assert text.splitlines() == [
@@ -241,7 +294,7 @@ def test_report_says_what_each_fault_cost():
         "loss        0.1",
         "evaluation  accuracy 0.9612",
         "step time   0.50 s (median)",
-        "time        110.00 s in total; 52.6% of the time between first and last step went into steps",
+        "time        110.00 s in total; 97.4% of the time between first and last step was not lost",
         "fault       worker 1 was killed after step 4: 0.50 s to the next step "
         "(detect 20.0 ms, rebuild 0.20 s, heal 0.10 s)",
         "fault       worker 1 was killed after step 4: no step had to wait",
