@@ -188,6 +188,10 @@ class LocalProgram:
 
     def _apply(self, params: PyTree, model_state: PyTree, opt_state: PyTree, flats: Flats) -> tuple[Any, ...]:
         total = self._flattener.unflatten(flats)
+        if self._device.platform == "cpu":
+            # Fused with the slicing, LLVM may contract the update's arithmetic in another way: kept apart, the update
+            # is bit for bit that of a plain loop. On a GPU the separate copy would cost time and memory.
+            total = jax.lax.optimization_barrier(total)
         means, share = total["means"], total["share"]
         grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), total["grads"])
         updates, opt_state = self._transform.update(grads, opt_state, params)
