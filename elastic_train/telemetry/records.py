@@ -166,13 +166,13 @@ class RunDirectory:
         with self._lock:
             self._check()
             self._event_time = max(self._event_time, self._clock())
-            line = dict(time=self._event_time, event=name, **fields)
+            line: dict[str, Any] = dict(time=self._event_time, event=name, **fields)
             self._events.write(dump(line) + "\n")
             self._events.flush()
             if name in _COSTLY:
                 self._costly_events.append({key: value for key, value in line.items() if key != "traceback"})
             if name == "user_code_failed":
-                self._retried.add(line["step"] + 1)
+                self._retried.add(fields["step"] + 1)
             if name == "recovered":
                 rejoins = find_rejoins(self._costly_events, None)
                 self._time_lost_s = time_lost(find_faults(self._costly_events), rejoins)
