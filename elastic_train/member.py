@@ -115,6 +115,8 @@ def run_member(training: Training, link: Coordinator, me: Identity) -> int:
     if result.status != "left":
         state = result.state
         digests = params_sha256(state), state_sha256(state)
+        # The member that reports the steps may die before it has reported the last one, and no epoch follows.
+        link.resend()
         link.finished(result.status, state.step, state.samples, *digests, result.metrics)
     return 0
 

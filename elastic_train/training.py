@@ -180,21 +180,28 @@ class Training:
     def _follow(self, verdict: Commit | Retry | Shrink) -> None:
         """Goes into the next epoch if the verdict names one."""
         if isinstance(verdict, Shrink):
-            self._begin(verdict.view, verdict.gone)
+            self._begin(verdict.view, died=verdict.gone)
         elif isinstance(verdict, Commit) and verdict.view.epoch != self._group.view.epoch:
-            self._begin(verdict.view, verdict.leaving, verdict.joining)
+            self._begin(verdict.view, left=verdict.leaving, came=verdict.joining)
 
-    def _begin(self, view: View, gone: tuple[Identity, ...] = (), came: tuple[Identity, ...] = ()) -> None:
+    def _begin(
+        self,
+        view: View,
+        died: tuple[Identity, ...] = (),
+        left: tuple[Identity, ...] = (),
+        came: tuple[Identity, ...] = (),
+    ) -> None:
         """Begins an epoch: meets the members of `view`, and makes all states equal. Shrinks again if it must."""
         started = time.monotonic()
         while True:
-            self._outside.viewed(view, "death" if gone else "admission", gone, came, self._state.step, time.time())
+            reason = "death" if died else "leave" if left else "admission"
+            self._outside.viewed(view, reason, (*died, *left), came, self._state.step, time.time())
             self._phase("compile")
             self._group.prepare(view)
             outcome = self._make_equal()
             if isinstance(outcome, _Equal):
                 break
-            view, gone = outcome.view, (*gone, *outcome.gone)
+            view, died = outcome.view, (*died, *outcome.gone)
         self._has_state = True
         if self._group.is_first:
             self._outside.resend()
@@ -203,8 +210,8 @@ class Training:
         self._recovered = {
             "epoch": view.epoch,
             "step": self._state.step,
-            "kind": "formed" if outcome.fresh else "death" if gone else "admission" if new else "leave",
-            "gone": [member.slot for member in gone],
+            "kind": "formed" if outcome.fresh else "death" if died else "leave" if left else "admission",
+            "gone": [member.slot for member in (*died, *left)],
             "came": new,
             "healed": [view.members[rank].slot for rank in outcome.healed],
             "heal_s": outcome.heal_s,
