@@ -82,6 +82,7 @@ def test_gpu_gets_its_device_and_the_flags_that_abort_needs() -> None:
         "--xla_gpu_nccl_async_execution=false",
         "--xla_gpu_nccl_async_execution=true",
         "--xla_gpu_nccl_blocking_communicators=false",
+        "--xla_gpu_shard_autotuning=false",
     ]
     assert environ["XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE"] == "1"
     assert environ["NCCL_NVLS_ENABLE"] == "0"
