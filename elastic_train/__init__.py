@@ -32,7 +32,7 @@ _HOMES = {
     "Trainer": "trainer",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -44,14 +44,15 @@ def connect_worker(*, address: str, node: int, num_nodes: int, heartbeat_timeout
     state.coordinator_address = address
     state.process_id = node
     state.num_processes = num_nodes
-    state.client = _jax.get_distributed_runtime_client(
+    client = _jax.get_distributed_runtime_client(
         address,
         node,
         init_timeout=60,
         heartbeat_timeout=max(1, round(heartbeat_timeout_s)),
         use_compression=False,
     )
-    state.client.connect()
+    client.connect()
+    state.client = client
     jax.local_devices()
 
 

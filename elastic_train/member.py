@@ -16,7 +16,7 @@ from elastic_train.errors import EXIT_REJOIN, EXIT_USER_CODE, UserCodeError
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Group
-from elastic_train.state import params_sha256, state_sha256
+from elastic_train.state import Device, params_sha256, state_sha256
 from elastic_train.training import Outside, OwnCodeFails, Recipe, Training
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def prepare_member(
 
     Raises what the user's code raises.
     """
-    devices: dict[int, jax.Device] = {}
+    devices: dict[int, Device] = {}
     for device in sorted(jax.devices(), key=lambda device: device.id, reverse=True):
         devices[device.process_index] = device
     link.phase("prepare", 0)

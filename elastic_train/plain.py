@@ -23,7 +23,7 @@ from elastic_train.state import params_sha256, state_sha256
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
-from elastic_train.training import Outside, Recipe, Result, Training
+from elastic_train.training import Recipe, Result, Training
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -56,7 +56,7 @@ class Nobody:
         return False
 
 
-def fit_alone(trainer: Trainer, outside: Outside | None = None) -> Result:
+def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
     """Trains to the last step (or until a stop is asked for) in this process."""
     outside = outside or Nobody()
     device = jax.local_devices()[0]

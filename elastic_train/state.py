@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
+Device = Any
+"""A `jax.Device`; that name is a variable to type checkers."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def from_bytes(data: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.A
     """Inverse of `as_bytes` for an array of the shape and dtype of `like`; traceable."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         raw = jax.eval_shape(jax.random.key_data, like)
-        return jax.random.wrap_key_data(from_bytes(data, raw), impl=str(jax.random.key_impl(like)))
+        return jax.random.wrap_key_data(from_bytes(data, raw), impl=str(jax.random.key_impl(cast(jax.Array, like))))
     if like.dtype == jnp.bool_:
         return data.reshape(like.shape).astype(jnp.bool_)
     size = like.dtype.itemsize

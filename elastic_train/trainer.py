@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 
@@ -183,7 +184,7 @@ class Trainer(abc.ABC):
     @final
     def _learning_rate(self, step: int) -> float | None:
         schedule = self.schedule()
-        return None if schedule is None else float(schedule(step))
+        return None if schedule is None else float(np.asarray(schedule(step)))
 
     @final
     def _step_committed(self, step: int, samples: int, metrics: dict[str, float]) -> str:

@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jax
 import numpy as np
 
 from elastic_train.config import Config
@@ -27,7 +26,7 @@ from elastic_train.membership.group import (
 from elastic_train.membership.heal import Healer
 from elastic_train.membership.live import Group, leave
 from elastic_train.membership.reconcile import STANDING_SIZE, Agreement, Standing, agree, pack, unpack
-from elastic_train.state import TrainState, key_path_leaves
+from elastic_train.state import Device, TrainState, key_path_leaves
 from elastic_train.step.commit import Stepper
 from elastic_train.step.evaluate import Evaluator
 from elastic_train.step.local import LocalProgram
@@ -93,7 +92,7 @@ class OwnCodeFails(Exception):
 class Recipe:
     """A trainer made ready on this worker's device: model, compiled programs, open data. Slow; needs no peers."""
 
-    def __init__(self, trainer: Trainer, device: jax.Device) -> None:
+    def __init__(self, trainer: Trainer, device: Device) -> None:
         config: Config = trainer.config
         self.trainer, self.config, self.device = trainer, config, device
         self.source = trainer.train_data()
@@ -222,29 +221,26 @@ class Training:
 
     def _make_equal(self) -> _Equal | Shrink:
         """Compares the members' states and transfers the one that counts, until all are equal."""
-        heal_s = 0.0
-        first: Agreement | None = None
-        new: tuple[int, ...] = ()
-        for _ in range(MAX_HEALING_ROUNDS + 1):
-            verdict, agreement, standings = self._reconcile()
-            if isinstance(verdict, Shrink):
-                return verdict
-            if first is None:
-                first = agreement
-                new = tuple(rank for rank, standing in enumerate(standings) if not standing.has_state)
-            if not agreement.receivers:
-                break
+        outcome = self._reconcile()
+        if isinstance(outcome, Shrink):
+            return outcome
+        agreement, standings = outcome
+        new = tuple(rank for rank, standing in enumerate(standings) if not standing.has_state)
+        fresh, healed, heal_s, num_rounds = agreement.fresh, agreement.receivers, 0.0, 0
+        while agreement.receivers and num_rounds < MAX_HEALING_ROUNDS:
+            num_rounds += 1
             started = time.monotonic()
             verdict = self._heal(agreement, standings)
             heal_s += time.monotonic() - started
-            if isinstance(verdict, Shrink):
-                return verdict
-        else:
-            if self._group.rank in agreement.receivers:
-                leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
-        return _Equal(first.fresh, new, first.receivers, heal_s)
+            outcome = verdict if isinstance(verdict, Shrink) else self._reconcile()
+            if isinstance(outcome, Shrink):
+                return outcome
+            agreement, standings = outcome
+        if self._group.rank in agreement.receivers:
+            leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
+        return _Equal(fresh, new, healed, heal_s)
 
-    def _reconcile(self) -> tuple[Commit | Shrink, Agreement | None, list[Standing]]:
+    def _reconcile(self) -> tuple[Agreement, list[Standing]] | Shrink:
         """All members say which state they hold."""
         fingerprint = self._local.fingerprint(self._state)
         mine = Standing(self._state.step, self._state.samples, fingerprint, self._recipe.layout, self._has_state)
@@ -257,15 +253,15 @@ class Training:
 
         verdict, rows = self._group.attempt(body)
         if isinstance(verdict, Shrink):
-            return verdict, None, []
-        standings = []
+            return verdict
+        standings: list[Standing] = []
         for each in rows:
             vote = Vote.unpack(each)
             standings.append(unpack(vote.step, vote.fingerprint, each[VOTE_SIZE:]))
         agreement = agree(standings)
         if self._group.rank in agreement.refused:
             leave(f"slot {self._group.me.slot}: runs another model, dtype or config than the other members")
-        return verdict, agreement, standings
+        return agreement, standings
 
     def _heal(self, agreement: Agreement, standings: list[Standing]) -> Commit | Retry | Shrink:
         """The donors' state to the receivers. A receiver's own state is replaced only if everybody was there."""
@@ -287,9 +283,9 @@ class Training:
         """Below the floor: only votes are exchanged, at a slow pace, until joiners bring the number up."""
         self._phase("pause")
         time.sleep(PAUSE_S)
-        row = self._vote().pack() + [0] * STANDING_SIZE
+        row = self._vote(self._outside.candidates).pack() + [0] * STANDING_SIZE
 
-        def body() -> tuple[None, np.ndarray]:
+        def body() -> tuple[np.ndarray, np.ndarray]:
             rows = self._group.gather(row)
             return rows, rows
 
@@ -297,15 +293,20 @@ class Training:
 
     # Steps.
 
-    def _vote(self) -> Vote:
-        last = self._state.step + 1 >= self._config.steps
-        joiners = self._outside.candidates if self._group.is_first and not last else ()
-        stop = self._outside.stop_requested is not None
-        return Vote(self._state.step, stop=stop, leave=self._leave_requested.is_set(), joiners=tuple(joiners))
+    def _vote(self, candidates: tuple[Identity, ...]) -> Vote:
+        return Vote(
+            self._state.step,
+            stop=self._outside.stop_requested is not None,
+            leave=self._leave_requested.is_set(),
+            joiners=candidates if self._group.is_first else (),
+        )
 
     def _step(self) -> Commit | Retry | Shrink:
         before = self._state
-        outcome = self._stepper.attempt(before, self._vote(), self._failure)
+        # Whoever joined with the last commit would find nothing to do.
+        last = before.step + 1 == self._config.steps
+        vote = self._vote(() if last else self._outside.candidates)
+        outcome = self._stepper.attempt(before, vote, self._failure)
         self._state = outcome.state
         if isinstance(outcome.verdict, Commit):
             self._failures_in_a_row = 0

@@ -11,8 +11,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+
+Address = Sequence[Any]
+"""(host, port, ...), as sockets give it."""
 
 
 class GlooSockets:
@@ -23,7 +27,7 @@ class GlooSockets:
         (control plane, coordination service).
     """
 
-    def __init__(self, keep: Callable[[object, object], bool]) -> None:
+    def __init__(self, keep: Callable[[Address, Address], bool]) -> None:
         self._keep = keep
         self._lock = threading.Lock()
         self._cliques: dict[tuple[int, ...], set[str]] = {}

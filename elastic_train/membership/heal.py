@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elastic_train.state import PyTree, as_bytes, from_bytes
+from elastic_train.state import Device, PyTree, as_bytes, from_bytes
 from elastic_train.step.reduce import AXIS, Meeting
 
 STRIPE_BYTES = 64 << 20
@@ -38,7 +38,7 @@ class Healer:
       device: this worker's device.
     """
 
-    def __init__(self, state: PyTree, device: jax.Device) -> None:
+    def __init__(self, state: PyTree, device: Device) -> None:
         self._device = device
         self._leaves, self._treedef = jax.tree.flatten(state)
         self._leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self._leaves]

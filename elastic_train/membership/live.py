@@ -28,6 +28,7 @@ from elastic_train.membership.group import (
     judge,
 )
 from elastic_train.membership.reconcile import STANDING_SIZE
+from elastic_train.state import Device
 from elastic_train.step.plan import finish
 from elastic_train.step.reduce import Exchange, Gather, Meeting
 
@@ -54,10 +55,12 @@ class Block(Protocol):
 class Alone:
     """The block of a plain process without a launcher: nobody else, no barrier."""
 
-    incarnations: Mapping[int, int] = {0: 0}
+    @property
+    def incarnations(self) -> dict[int, int]:
+        return {0: 0}
 
     def run(self, body: Callable[[dict[int, int]], Any]) -> Any:
-        return body(dict(self.incarnations))
+        return body(self.incarnations)
 
 
 class Group:
@@ -77,13 +80,13 @@ class Group:
     def __init__(
         self,
         me: Identity,
-        devices: Mapping[int, jax.Device],
+        devices: Mapping[int, Device],
         specs: tuple[jax.ShapeDtypeStruct, ...],
         num_shards: int,
         news: News,
         faults: FaultConfig,
         sockets: GlooSockets | None,
-        make_block: Callable[[list[jax.Device]], Block] = LiveDevices,
+        make_block: Callable[[list[Device]], Block] = LiveDevices,
     ) -> None:
         self.me = me
         self.view = View(0, ())

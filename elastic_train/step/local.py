@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from elastic_train.state import PyTree, TrainState, fingerprint
+from elastic_train.state import Device, PyTree, TrainState, fingerprint
 from elastic_train.step.flat import Flats, Flattener
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LocalProgram:
     def __init__(
         self,
         trainer: Trainer,
-        device: jax.Device,
+        device: Device,
         batch: Mapping[str, np.ndarray],
         eval_batch: Mapping[str, np.ndarray] | None,
     ) -> None:
@@ -73,7 +73,7 @@ class LocalProgram:
             raise TypeError(
                 f"{type(trainer).__name__}.model() must return a flax.nnx.Module; got {type(model).__name__}"
             )
-        self._graphdef, self._params, self._streams, self._rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+        self._graphdef, self._params, self._streams, self._rest = _parts(model)
         params, rest = self._own(nnx.to_pure_dict(self._params)), self._own(nnx.to_pure_dict(self._rest))
         opt_state = self._own(jax.jit(self._transform.init)(params))
         self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
@@ -174,7 +174,7 @@ class LocalProgram:
                 result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
             )
             means = {name: _weighted(f"metric {name!r}", x, weight) for name, x in {**metrics, "loss": loss}.items()}
-            after = nnx.to_pure_dict(nnx.split(model, nnx.Param, nnx.RngState, ...)[3])
+            after = nnx.to_pure_dict(_parts(model)[3])
             return means["loss"].value, (means, after)
 
         grads, (means, after) = jax.grad(loss_sum, has_aux=True)(params)
@@ -210,6 +210,12 @@ class LocalProgram:
         model.eval()
         metrics = self._trainer.evaluate(model, batch)
         return {name: _weighted(f"metric {name!r}", x, weight) for name, x in metrics.items()}
+
+
+def _parts(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
+    """A model's structure, parameters, random streams, and everything else."""
+    graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    return graphdef, params, streams, rest
 
 
 def _ones(batch: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from elastic_train.state import Device
 from elastic_train.step.flat import Flats
 from elastic_train.step.plan import Plan
 
@@ -31,7 +32,7 @@ class Meeting:
       mine: this worker's device.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], mine: jax.Device) -> None:
+    def __init__(self, devices: Sequence[Device], mine: Device) -> None:
         self.size = len(devices)
         self.mine = mine
         self._mesh = Mesh(np.array(devices, dtype=object), (AXIS,))
