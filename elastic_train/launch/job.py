@@ -34,6 +34,8 @@ from elastic_train.telemetry.report import format_summary
 NODES_PER_SLOT = 32
 """JAX's service is sized for this many starts of each slot, and for at least 256 in all."""
 
+_SHOWN = ("step", "loss", "samples", "eval")
+
 
 def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool = True) -> int:
     """Runs a job to its end; returns the exit code. No process it started is left then.
@@ -113,7 +115,9 @@ class _JobRecords:
 
     def commit(self, record: dict[str, object]) -> None:
         for written in self._records.commit(record):
-            self._display.update({**written, "time_lost_s": self._records.time_lost_s})
+            # Members and epoch are shown as the roster has them now; a record has them as they were.
+            shown = {key: written[key] for key in _SHOWN if key in written}
+            self._display.update({**shown, "time_lost_s": self._records.time_lost_s})
 
     def end(self, end: End, finished: Mapping[int, control_pb2.Finished]) -> None:
         """Writes the summary. The final state is that of the lowest slot among those that went furthest."""
@@ -180,9 +184,8 @@ def _watch(coordinator: Coordinator, agent: Agent | None, display: Display, sign
                 )
         if agent is not None and agent.ended and coordinator.wait(POLL_S) is None:
             raise GaveUpError(f"this host's agent has ended before the job: {agent.wait(0).reason}")
-        status = coordinator.status()
-        members = [worker["slot"] for worker in status["workers"] if worker["state"] == "member"]
-        display.update({"step": status["step"], "epoch": status["epoch"], "workers": members})
+        view = coordinator.roster.view
+        display.update({"epoch": view.epoch, "workers": [member.slot for member in view.members]})
     return end
 
 
