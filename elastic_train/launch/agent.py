@@ -9,11 +9,11 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from signal import Signals
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import grpc
 
@@ -32,6 +32,15 @@ CANNOT_START = 127
 """Exit code reported for a worker whose process could not be started, as a shell does."""
 
 EnvironmentOf = Callable[[Identity, int, str], Mapping[str, str]]
+
+
+class _Stream(Protocol):
+    """The open call, as gRPC gives it."""
+
+    def __iter__(self) -> Iterator[control_pb2.ToAgent]: ...
+    def cancel(self) -> bool: ...
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str: ...
 
 
 class AgentEnd(NamedTuple):
@@ -84,7 +93,7 @@ class Agent:
         self._relay: Relay | None = None
         self._num_nodes = 0
         self._closing = threading.Event()
-        self._call: grpc.Call | None = None
+        self._call: _Stream | None = None
         self._end: Future[AgentEnd] = Future()
         self._thread = threading.Thread(target=self._run, name="agent", daemon=True)
         self.first_failure: Failure | None = None
@@ -164,7 +173,7 @@ class Agent:
         if self._relay is None:
             return AgentEnd(
                 4,
-                f"no answer from the coordinator at {self._address} ({evidence}). "
+                f"cannot join the coordinator at {self._address} ({evidence}). "
                 "Check the address, that the coordinator runs, and that its secret is the one given here.",
             )
         return AgentEnd(
@@ -195,7 +204,7 @@ class Agent:
             # The coordinator's budget of restarts decides what becomes of it, as of any other failed start.
             self._report_exit(identity, CANNOT_START, traceback.format_exc(), time.time())
 
-    def _say_farewell(self, call: grpc.Call) -> None:
+    def _say_farewell(self, call: _Stream) -> None:
         """Lets the coordinator read the exits that were just reported."""
         self._outgoing.put(None)
         limit = threading.Timer(FAREWELL_LIMIT_S, call.cancel)
@@ -203,8 +212,8 @@ class Agent:
         try:
             for _ in call:  # nothing that arrives now matters any more
                 pass
-        except grpc.RpcError as error:
-            if error.code() not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE):
+        except grpc.RpcError:
+            if call.code() not in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE):
                 raise
         finally:
             limit.cancel()

@@ -146,11 +146,13 @@ class _Connection:
 
     def _service_open(self) -> None:
         self._service_was_open = True
+        service = self.service.transport
+        assert service is not None
         if self.client.transport is None:
-            self.service.transport.abort()
+            service.abort()
             return
         if self._early:
-            self.service.transport.write(bytes(self._early))
+            service.write(bytes(self._early))
             self._early.clear()
         if not self.service.is_full:
             self.client.read(True)
@@ -173,7 +175,7 @@ class _Side(asyncio.Protocol):
         self, on_data: Callable[[bytes], None], on_gone: Callable[[], None], on_open: Callable[[], None]
     ) -> None:
         self.transport: asyncio.Transport | None = None
-        self.other: _Side | None = None
+        self.other: _Side = self  # until the connection pairs its two sides
         self.is_full = False
         self._on_data = on_data
         self._on_gone = on_gone

@@ -1,0 +1,112 @@
+"""What the check of a recipe refuses, and what it hands back. Trainer and JAX are small fakes."""
+
+from __future__ import annotations
+
+import abc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from elastic_train.config import Config
+from elastic_train.errors import UsageError
+from elastic_train.launch import check as check_module
+from elastic_train.launch.check import CheckFailed, CheckRequest, check, inspect_recipe
+
+RUN = subprocess.run
+RECIPE = """
+from elastic_train.config import Config
+from elastic_train.trainer import Trainer
+
+class Small(Trainer):
+    config: Config
+    def loss(self): ...
+"""
+
+
+class FakeTrainer(abc.ABC):
+    config: Config
+
+    @abc.abstractmethod
+    def loss(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def jax(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    trainer, private = ModuleType("elastic_train.trainer"), ModuleType("elastic_train.jax_private")
+    trainer.Trainer = FakeTrainer  # type: ignore[attr-defined]
+    private.backends_initialized = lambda: False  # type: ignore[attr-defined]
+    for name, module in (("trainer", trainer), ("jax_private", private)):
+        monkeypatch.setitem(sys.modules, f"elastic_train.{name}", module)
+        monkeypatch.setattr(f"elastic_train.{name}", module, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return private
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "small.py"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_hands_back_what_the_job_needs(recipe: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("batch_size = 32\n[faults]\nmax_restarts = 4\n")
+    request = CheckRequest(
+        recipe=recipe, workers=2, config=str(config), overrides=("log_every=5",), flags={"steps": 9}
+    )
+    found = inspect_recipe(request)
+    assert (found.trainer, found.steps, found.log_every) == ("Small", 9, 5)
+    assert found.faults.max_restarts == 4
+    assert "batch_size = 32" in found.config_toml
+    assert found.config_digest == inspect_recipe(request).config_digest
+
+
+def test_jax_already_initialised(recipe: str, jax: ModuleType) -> None:
+    jax.backends_initialized = lambda: True  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"jax already initialised: importing the recipe .*small\.py"):
+        inspect_recipe(CheckRequest(recipe=recipe, workers=1))
+
+
+def test_more_workers_than_shards(recipe: str) -> None:
+    with pytest.raises(UsageError, match=r"9 workers, but the batch is cut into shards = 8"):
+        inspect_recipe(CheckRequest(recipe=recipe, workers=9))
+    inspect_recipe(CheckRequest(recipe=recipe, workers=9, overrides=("shards=9",)))
+
+
+def test_wrong_settings(recipe: str) -> None:
+    for override in ("stepz=3", "steps=x", "steps=0"):
+        with pytest.raises(UsageError, match="step"):
+            inspect_recipe(CheckRequest(recipe=recipe, workers=1, overrides=(override,)))
+
+
+def fake_process(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Has `check` start `code` instead; it finds the descriptor for the answer in `answer`."""
+
+    def start(command: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
+        return RUN([sys.executable, "-c", f"answer = {command[4]}\n{code}"], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(check_module.subprocess, "run", start)
+
+
+def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"trainer": "T", "config_digest": "d", "steps": 1, "log_every": 1, "faults": {"max_restarts": 4}}
+    more = "{**found, 'config_toml': '#' * (1 << 18)}"
+    fake_process(monkeypatch, f"import json; found = {found}; json.dump({more}, open(answer, 'w'))")
+    checked = check(CheckRequest(recipe=recipe, workers=1), os.environ)
+    assert len(checked.config_toml) == 1 << 18 and checked.faults.max_restarts == 4
+
+
+def test_exit_of_the_process(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = CheckRequest(recipe=recipe, workers=1)
+    fake_process(monkeypatch, "raise SystemExit(2)")
+    with pytest.raises(CheckFailed) as refused:
+        check(request, os.environ)
+    assert refused.value.exit_code == 2
+    fake_process(monkeypatch, "import os; os.abort()")
+    with pytest.raises(UsageError, match="ended the process with code -6"):
+        check(request, os.environ)
