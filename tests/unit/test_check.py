@@ -56,9 +56,7 @@ def recipe(tmp_path: Path) -> str:
 def test_hands_back_what_the_job_needs(recipe: str, tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("batch_size = 32\n[faults]\nmax_restarts = 4\n")
-    request = CheckRequest(
-        recipe=recipe, workers=2, config=str(config), overrides=("log_every=5",), flags={"steps": 9}
-    )
+    request = CheckRequest(recipe=recipe, workers=2, config=str(config), overrides=("log_every=5",), flags={"steps": 9})
     found = inspect_recipe(request)
     assert (found.trainer, found.steps, found.log_every) == ("Small", 9, 5)
     assert found.faults.max_restarts == 4
