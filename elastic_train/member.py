@@ -85,7 +85,8 @@ def prepare_member(
         sockets = GlooSockets(lambda local, remote: bool({local[1], remote[1]} & own_ports))
     group = Group(me, devices, recipe.local.specs, trainer.config.shards, link, trainer.config.faults, sockets)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
-    group.prepare(View.of(0, (me, Identity(me.slot + 1, 0, max(devices)))))
+    group.prepare(View.of(0, (me, Identity(me.slot + 1, 0, max(devices)))), recipe.healer.stripe)
+    group.finish_compiling()
     link.on_abort = group.on_dead
     for node in link.dead:
         group.on_dead(node)

@@ -127,6 +127,8 @@ def worker_environment(
         **{PREFIX + name.upper(): str(value) for name, value in told.items()},
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        # XLA's warnings, one per unused node id at every change of members, would bury the worker's own output.
+        "TF_CPP_MIN_LOG_LEVEL": environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
     }
     if job.platform == "cpu":
         return environment | {"JAX_PLATFORMS": "cpu"}
