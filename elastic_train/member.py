@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,8 +23,10 @@ from elastic_train.training import Outside, OwnCodeFails, Recipe, Training
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
 
-ADMISSION_REPORT_S = 30.0
+REPORT_S = 30.0
 """How often a waiting worker says that it waits."""
+
+COMPLETE = "complete"
 
 
 class Coordinator(Outside, Protocol):
@@ -47,12 +50,36 @@ class Coordinator(Outside, Protocol):
     def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool: ...
 
 
-def share_compiled_programs(directory: Path, me: Identity) -> None:
-    """Keeps compiled programs where the workers to come find them. Call it before anything is compiled."""
+def share_compiled_programs(directory: Path, me: Identity, *, wait: bool) -> None:
+    """Keeps compiled programs where the workers to come find them. Call it before anything is compiled.
+
+    Slot 0's workers write, all others only read.
+
+    Args:
+      directory: in the run directory.
+      me: this worker.
+      wait: whether to wait until slot 0 has compiled everything once. Autotuning may choose other kernels in each
+        process; if all are to compute the same bits, all must run what one of them has chosen.
+    """
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if wait else 0.1)
     if me.slot == 0:
         jax_private.write_compilation_cache()
+    elif wait:
+        said = time.monotonic()
+        # No limit of its own: the coordinator ends a worker that is not ready within `start_timeout_s`.
+        while not (directory / COMPLETE).exists():
+            time.sleep(0.1)
+            if time.monotonic() - said > REPORT_S:
+                said = time.monotonic()
+                print(f"slot {me.slot}: waiting for slot 0 to compile the programs", file=sys.stderr, flush=True)
+
+
+def programs_are_complete(directory: Path, me: Identity) -> None:
+    """Tells the workers that wait in `share_compiled_programs`."""
+    if me.slot == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / COMPLETE).touch()
 
 
 def prepare_member(
@@ -124,7 +151,7 @@ def run_member(training: Training, link: Coordinator, me: Identity) -> int:
 
 def _admission(link: Coordinator, me: Identity) -> View | None:
     """Waits to be made a member; None if the job ends before. The coordinator ends the wait in any case."""
-    while (view := link.wait_formed(ADMISSION_REPORT_S)) is None:
+    while (view := link.wait_formed(REPORT_S)) is None:
         if link.stopped_now.is_set():
             return None
         print(f"slot {me.slot}: ready, waiting to be admitted by the members", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ import jax
 from elastic_train.config import ConfigError
 from elastic_train.config_files import resolve, to_toml
 from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError, UserCodeError
+from elastic_train.launch.environment import DETERMINISTIC_XLA_FLAGS, with_flags
 from elastic_train.launch.signals import Signals
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity, View
@@ -114,6 +115,8 @@ def main(trainer: type[Trainer]) -> NoReturn:
     try:
         flags = {"steps": options.steps, "seed": options.seed}
         config = resolve(trainer.config_class(), options.config, options.set, flags)
+        if config.deterministic:  # read when the first backend is created, which is later
+            os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), DETERMINISTIC_XLA_FLAGS)
         sys.exit(_train(trainer(config), options.run_dir or default_run_dir(name), name))
     except ConfigError as error:
         sys.exit(report_error(UsageError(str(error))))
