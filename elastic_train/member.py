@@ -62,7 +62,7 @@ def share_compiled_programs(directory: Path, me: Identity, *, wait: bool) -> Non
         process; if all are to compute the same bits, all must run what one of them has chosen.
     """
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if wait else 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if me.slot == 0:
         jax_private.write_compilation_cache()
     elif wait:
