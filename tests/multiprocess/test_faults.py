@@ -50,10 +50,11 @@ def kinds(job: Job) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    "where", ["data", "exchange", "barrier", "hook"], ids=["in compute", "in exchange", "before the barrier", "after"]
+    ("slot", "where"),
+    [(2, "data"), (0, "exchange"), (2, "barrier"), (0, "hook")],
+    ids=["2 in compute", "0 in the exchange", "2 before the barrier", "0 after a commit"],
 )
-@pytest.mark.parametrize("slot", [0, 2])
-def test_sigkill_of_one_worker(tmp_path, undisturbed, where, slot):
+def test_sigkill_of_one_worker(tmp_path, undisturbed, slot, where):
     with run(tmp_path, fault(slot, where, step=20)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
