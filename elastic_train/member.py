@@ -18,13 +18,16 @@ from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Group
 from elastic_train.state import Device, params_sha256, state_sha256
-from elastic_train.training import Outside, OwnCodeFails, Recipe, Training
+from elastic_train.training import Outside, OwnCodeFails, Recipe, Result, Training
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
 
 REPORT_S = 30.0
 """How often a waiting worker says that it waits."""
+
+END_LIMIT_S = 600.0
+"""How long a worker that has finished waits for the others to finish."""
 
 COMPLETE = "complete"
 
@@ -140,13 +143,21 @@ def run_member(training: Training, link: Coordinator, me: Identity) -> int:
         print(traceback.format_exc(), file=sys.stderr, flush=True)
         link.failed(step=training.state.step, fatal=True, startup=False, traceback=traceback.format_exc())
         return EXIT_REJOIN
-    if result.status != "left":
-        state = result.state
-        digests = params_sha256(state), state_sha256(state)
-        # The member that reports the steps may die before it has reported the last one, and no epoch follows.
-        link.resend()
-        link.finished(result.status, state.step, state.samples, *digests, result.metrics)
+    if result.status == "left":
+        print(f"slot {me.slot}: left the group on request, after a commit", file=sys.stderr, flush=True)
+        return 0
+    _report_and_wait(link, result)
     return 0
+
+
+def _report_and_wait(link: Coordinator, result: Result) -> None:
+    state = result.state
+    digests = params_sha256(state), state_sha256(state)
+    # The member that reports the steps may die before it has reported the last one, and no epoch follows.
+    link.resend()
+    link.finished(result.status, state.step, state.samples, *digests, result.metrics)
+    if not link.stopped_now.wait(END_LIMIT_S):
+        print(f"the coordinator did not end the job within {END_LIMIT_S:g} s", file=sys.stderr, flush=True)
 
 
 def _admission(link: Coordinator, me: Identity) -> View | None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -153,6 +154,9 @@ def _summarized(trainer: Trainer, outside: _Process) -> dict[str, Any]:
         return {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
     except InterruptedByUser as error:
         return {"status": "stopped", "exit_code": error.exit_code, "message": str(error)}
+    except Exception:  # the model, the optimizer or the first trace of the loss
+        outside.failed(0, fatal=True, startup=True, traceback=traceback.format_exc())
+        return {"status": "failed", "exit_code": UserCodeError.exit_code, "message": traceback.format_exc()}
     state = result.state
     return {
         "status": result.status,

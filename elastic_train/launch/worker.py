@@ -28,9 +28,6 @@ from elastic_train.launch.versions import versions
 if TYPE_CHECKING:
     from elastic_train.training import Training
 
-END_LIMIT_S = 600.0
-"""How long a worker that has finished waits for the others to finish."""
-
 
 def main() -> NoReturn:
     """Runs this process's worker to its end."""
@@ -50,8 +47,6 @@ def main() -> NoReturn:
     from elastic_train.member import run_member
 
     exit_code = run_member(training, link, settings.identity)
-    if exit_code == 0 and not link.stopped_now.wait(END_LIMIT_S):
-        print(f"the coordinator did not end the job within {END_LIMIT_S:g} s", file=sys.stderr)
     jax_private.disconnect_worker()
     link.close()
     # Not sys.exit: when jax takes its clients and communicators down it waits for peers that may be gone.

@@ -237,3 +237,16 @@ def test_two_jobs_at_once_do_not_mix(tmp_path, undisturbed):
         assert first.finish() == 0 and second.finish() == 0, first.logs() + second.logs()
         assert_exact(first, undisturbed)
         assert_exact(second, undisturbed)
+
+
+def test_worker_that_is_asked_to_leave_goes_without_a_failed_step_and_comes_back(tmp_path):
+    with endless(tmp_path) as job:
+        job.wait_step(10)
+        asked = job.kill(2, signal.SIGTERM)
+        job.wait_event("worker_died", slot=2, exit_code=0)
+        left = job.wait_event("recovered", kind="leave", gone=[2])
+        back = healed(job, 2, after=asked)
+        assert back["time"] - left["time"] < 30  # the limit after which a leaver that hangs is killed
+        job.wait_step(back["step"] + 5)
+        stop_and_compare(job, tmp_path)
+        assert job.events("worker_killed") == []
