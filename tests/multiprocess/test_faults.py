@@ -244,9 +244,7 @@ def test_worker_that_is_asked_to_leave_goes_without_a_failed_step_and_comes_back
         job.wait_step(10)
         asked = job.kill(2, signal.SIGTERM)
         job.wait_event("worker_died", slot=2, exit_code=0)
-        left = job.wait_event("recovered", kind="leave", gone=[2])
-        back = healed(job, 2, after=asked)
-        assert back["time"] - left["time"] < 30  # the limit after which a leaver that hangs is killed
-        job.wait_step(back["step"] + 5)
+        job.wait_event("recovered", kind="leave", gone=[2])
+        job.wait_step(healed(job, 2, after=asked)["step"] + 5)
         stop_and_compare(job, tmp_path)
-        assert job.events("worker_killed") == []
+        assert job.events("worker_killed") == []  # as one that hangs would be
