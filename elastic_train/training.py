@@ -341,7 +341,7 @@ class Training:
             "num_samples": self._state.samples - before.samples,
             "passes": [list(span) for span in self._recipe.sampler.spans(before.samples)],
             **metrics,
-            "learning_rate": self._trainer._learning_rate(before.step),
+            "learning_rate": self._local.learning_rate(before.step),
             "workers": sorted(member.slot for member in self._group.view.members),
             "epoch": self._group.view.epoch,
             "step_time_s": now - self._last_commit,
