@@ -17,7 +17,7 @@ from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Group
 from elastic_train.state import Device, params_sha256, state_sha256
-from elastic_train.training import Outside, OwnCodeFails, Recipe, Training
+from elastic_train.training import Outside, OwnCodeFails, Recipe, Training, write_params
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -92,8 +92,11 @@ def prepare_member(
     return Training(recipe, group, link, min_workers, leave_requested)
 
 
-def run_member(training: Training, link: Coordinator, me: Identity) -> int:
-    """Waits for admission, trains to the end, and reports it. Returns the process's exit code."""
+def run_member(training: Training, link: Coordinator, me: Identity, run_dir: Path) -> int:
+    """Waits for admission, trains to the end, and reports it. Returns the process's exit code.
+
+    The first member leaves a description of the parameters in `run_dir`, for `elastic-train compare`.
+    """
     link.ready()
     link.phase("ready", 0)
     view = _admission(link, me)
@@ -115,6 +118,9 @@ def run_member(training: Training, link: Coordinator, me: Identity) -> int:
     if result.status != "left":
         state = result.state
         digests = params_sha256(state), state_sha256(state)
+        if training.is_first:
+            link.phase("leaves", state.step)
+            write_params(run_dir, state)
         # The member that reports the steps may die before it has reported the last one, and no epoch follows.
         link.resend()
         link.finished(result.status, state.step, state.samples, *digests, result.metrics)

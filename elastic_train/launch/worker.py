@@ -48,7 +48,7 @@ def main() -> NoReturn:
         _leave(EXIT_USER_CODE, "could not start")
     from elastic_train.member import run_member
 
-    exit_code = run_member(training, link, settings.identity)
+    exit_code = run_member(training, link, settings.identity, settings.job.run_dir)
     if exit_code == 0 and not link.stopped_now.wait(END_LIMIT_S):
         print(f"the coordinator did not end the job within {END_LIMIT_S:g} s", file=sys.stderr)
     jax_private.disconnect_worker()
