@@ -91,6 +91,8 @@ class Config:
       seed: start of every random key and of the order of the samples.
       eval_every: steps between two evaluations; 0 evaluates once at the end.
       log_every: steps between two lines of `metrics.jsonl`.
+      deterministic: on GPUs, use only kernels that give the same bits every time, and one set of compiled programs
+        for all workers; about 13 % slower for a 354M GPT. CPU runs are bitwise reproducible without it.
     """
 
     steps: int = 100
@@ -99,6 +101,7 @@ class Config:
     seed: int = 0
     eval_every: int = 0
     log_every: int = 1
+    deterministic: bool = False
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:

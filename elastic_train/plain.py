@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +16,7 @@ import jax
 from elastic_train.config import ConfigError
 from elastic_train.config_files import resolve, to_toml
 from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError, UserCodeError
+from elastic_train.launch.environment import DETERMINISTIC_XLA_FLAGS, with_flags
 from elastic_train.launch.signals import Signals
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity, View
@@ -114,6 +116,8 @@ def main(trainer: type[Trainer]) -> NoReturn:
     try:
         flags = {"steps": options.steps, "seed": options.seed}
         config = resolve(trainer.config_class(), options.config, options.set, flags)
+        if config.deterministic:  # read when the first backend is created, which is later
+            os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), DETERMINISTIC_XLA_FLAGS)
         sys.exit(_train(trainer(config), options.run_dir or default_run_dir(name), name))
     except ConfigError as error:
         sys.exit(report_error(UsageError(str(error))))
@@ -150,6 +154,9 @@ def _summarized(trainer: Trainer, outside: _Process, run_dir: Path) -> dict[str,
         return {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
     except InterruptedByUser as error:
         return {"status": "stopped", "exit_code": error.exit_code, "message": str(error)}
+    except Exception:  # the model, the optimizer or the first trace of the loss
+        outside.failed(0, fatal=True, startup=True, traceback=traceback.format_exc())
+        return {"status": "failed", "exit_code": UserCodeError.exit_code, "message": traceback.format_exc()}
     state = result.state
     write_params(run_dir, state)
     return {

@@ -218,7 +218,8 @@ class Training:
             reason = "death" if died else "leave" if left else "admission"
             self._outside.viewed(view, reason, (*died, *left), came, self._state.step, time.time())
             self._phase("compile")
-            self._group.prepare(view)
+            expected = self._recipe.healer.stripe if came or not self._has_state else None
+            self._group.prepare(view, expected)
             outcome = self._make_equal()
             if isinstance(outcome, _Equal):
                 break
@@ -291,9 +292,10 @@ class Training:
         receives = rank in agreement.receivers
         donor = standings[agreement.donors[0]]
         self._phase("heal")
+        spread = self._group.spread(self._recipe.healer.stripe)
 
         def body() -> tuple[Any, np.ndarray]:
-            arrays = self._recipe.healer.run(self._group.meeting, self._state.arrays, agreement.donors, rank, receives)
+            arrays = self._recipe.healer.run(spread, self._state.arrays, agreement.donors, rank, receives)
             return arrays, self._group.gather(Vote(self._state.step).pack() + [0] * STANDING_SIZE)
 
         verdict, arrays = self._group.attempt(body)

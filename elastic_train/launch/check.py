@@ -45,7 +45,7 @@ class Checked:
       config_toml: the resolved config.
       config_digest: its digest; equal on all workers.
       steps, log_every: from the config.
-      faults: from the config.
+      deterministic, faults: from the config.
     """
 
     trainer: str
@@ -53,6 +53,7 @@ class Checked:
     config_digest: str
     steps: int
     log_every: int
+    deterministic: bool
     faults: FaultConfig
 
 
@@ -141,6 +142,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         config_digest=config_digest(config),
         steps=config.steps,
         log_every=config.log_every,
+        deterministic=config.deterministic,
         faults=config.faults,
     )
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elastic_train.state import Device, PyTree, as_bytes, from_bytes
-from elastic_train.step.reduce import AXIS, Meeting
+from elastic_train.step.reduce import Spread
 
 STRIPE_BYTES = 64 << 20
 """What one donor sends at a time."""
@@ -21,9 +21,10 @@ PACK_BYTES = 256 << 20
 
 
 class _Programs(NamedTuple):
-    """One pack's compiled programs: leaves -> bytes[size], a stripe out of them, a stripe into them, and back."""
+    """One pack's programs: zeros[size], leaves -> bytes[size], a stripe out of them, one into them, and back."""
 
     size: int
+    empty: Any
     join: Any
     take: Any
     place: Any
@@ -72,6 +73,7 @@ class Healer:
         stripe, start = self._shape((self.stripe,), jnp.uint8), self._shape((), jnp.int32)
         return _Programs(
             padded,
+            jax.jit(lambda: jnp.zeros((padded,), jnp.uint8), out_shardings=data.sharding).lower().compile(),
             jax.jit(join).lower(*[self._shape(leaf.shape, leaf.dtype) for leaf in leaves]).compile(),
             jax.jit(take).lower(data, start).compile(),
             jax.jit(place, donate_argnums=0).lower(data, stripe, start).compile(),
@@ -81,22 +83,19 @@ class Healer:
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(self._device))
 
-    def run(self, meeting: Meeting, state: PyTree, donors: Sequence[int], rank: int, receives: bool) -> PyTree:
+    def run(self, spread: Spread, state: PyTree, donors: Sequence[int], rank: int, receives: bool) -> PyTree:
         """Returns the donors' state on a receiver, and `state` itself on everybody else. Blocks until done.
 
         All members call it, in one block. A receiver's own arrays stay as they are until the caller drops them.
         """
-        shape = jax.ShapeDtypeStruct((1, self.stripe), jnp.uint8)
-        gather = meeting.program(lambda stripe: jax.lax.all_gather(stripe[0], AXIS), shape)
         leaves = self._treedef.flatten_up_to(state)
         turn = donors.index(rank) if rank in donors else 0
         for pack, programs in zip(self._packs, self._programs, strict=True):
             data = programs.join(*[leaves[i] for i in pack])
-            healed = jnp.zeros((programs.size,), jnp.uint8, device=self._device) if receives else None
+            healed = programs.empty() if receives else None
             for first in range(0, programs.size, self.stripe * len(donors)):
                 start = min(first + turn * self.stripe, programs.size - self.stripe)
-                mine = programs.take(data, jax.device_put(np.int32(start), self._device))
-                rows = meeting.local(jax.block_until_ready(gather(meeting.mine_of_all(mine))))
+                rows = spread(programs.take(data, jax.device_put(np.int32(start), self._device)))
                 for order, donor in enumerate(donors):
                     place = first + order * self.stripe
                     if healed is not None and place < programs.size:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
 
 import jax
@@ -30,7 +31,7 @@ from elastic_train.membership.group import (
 from elastic_train.membership.reconcile import STANDING_SIZE
 from elastic_train.state import Device
 from elastic_train.step.plan import finish
-from elastic_train.step.reduce import Exchange, Gather, Meeting
+from elastic_train.step.reduce import Exchange, Gather, Meeting, Spread
 
 
 class News(Protocol):
@@ -95,6 +96,7 @@ class Group:
         self._dead: set[int] = set()
         self._in_block = threading.Event()
         self._met = False
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
     @property
     def rank(self) -> int:
@@ -105,16 +107,41 @@ class Group:
         """Whether this member speaks for the group: it reports steps and asks for admissions."""
         return self.rank == 0
 
-    def prepare(self, view: View) -> None:
-        """Compiles the programs that cross `view`'s members. Nothing is sent: peers may be minutes apart here."""
+    def prepare(self, view: View, stripe: int | None = None) -> None:
+        """Compiles the programs that cross `view`'s members. Nothing is sent: peers may be minutes apart here.
+
+        Only the gather, which is used first, is waited for. The others are compiled while the members meet.
+
+        Args:
+          view: the members of the epoch that begins.
+          stripe: size of the stripes in bytes, if a transfer of the state is to be expected.
+        """
         self.view = view
         devices = [self._devices[node] for node in view.nodes]
         self.plan = finish(self._num_shards, len(devices))
         self.meeting = Meeting(devices, self._devices[self.me.node])
+        self._spread = self._compiler.submit(Spread, self.meeting, stripe) if stripe else None
+        self._exchange = self._compiler.submit(Exchange, self.meeting, self.plan, self._specs, VOTE_SIZE)
         self.gather = Gather(self.meeting, VOTE_SIZE + STANDING_SIZE)
-        self.exchange = Exchange(self.meeting, self.plan, self._specs, VOTE_SIZE)
         self._block = self._make_block(devices)
         self._met = False
+
+    def finish_compiling(self) -> None:
+        """Waits for what `prepare` compiles in the background."""
+        for program in (self._spread, self._exchange):
+            if program is not None:
+                program.result()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The step's exchange between the members of this epoch."""
+        return self._exchange.result()
+
+    def spread(self, stripe: int) -> Spread:
+        """The transfer of stripes between the members of this epoch."""
+        if self._spread is None:
+            self._spread = self._compiler.submit(Spread, self.meeting, stripe)
+        return self._spread.result()
 
     def attempt(self, body: Callable[[], tuple[Any, np.ndarray]]) -> tuple[Commit | Retry | Shrink, Any]:
         """Runs `body` in a block with all members.

@@ -79,6 +79,24 @@ class Gather:
         return np.asarray(self._meeting.local(jax.block_until_ready(rows)))
 
 
+class Spread:
+    """All-gather of one stripe of bytes per member; used to hand the state to those who lack it."""
+
+    def __init__(self, meeting: Meeting, stripe: int) -> None:
+        self._meeting = meeting
+
+        def body(mine: jax.Array) -> tuple[jax.Array, ...]:
+            rows = jax.lax.all_gather(mine[0], AXIS)
+            return tuple(rows[member] for member in range(meeting.size))
+
+        self._program = meeting.program(body, jax.ShapeDtypeStruct((1, stripe), jnp.uint8))
+
+    def __call__(self, mine: jax.Array) -> tuple[jax.Array, ...]:
+        """uint8[1, stripe] -> one uint8[stripe] per member. Blocks until all have taken part."""
+        rows = self._program(self._meeting.mine_of_all(mine))
+        return self._meeting.local(jax.block_until_ready(rows))
+
+
 class Exchange:
     """Sum of all shards over the canonical tree, and everybody's control vector.
 

@@ -23,6 +23,16 @@ FAULTY = ROOT / "tests" / "multiprocess" / "recipes" / "faulty.py"
 DEADLINE_S = 120.0
 
 
+def plain_run(run_dir: Path, steps: int, recipe: Path = FAULTY) -> dict[str, Any]:
+    """The summary of an undisturbed run of so many steps in one plain process."""
+    command = [sys.executable, str(recipe), "--steps", str(steps), "--run-dir", str(run_dir)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("FAULTS", None)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads((run_dir / "summary.json").read_text())
+
+
 class Job:
     """Starts `elastic-train run` in the background.
 

@@ -6,7 +6,7 @@ JAX's own heartbeat timeout is 60 s in all of these: only our own detection can 
 import signal
 
 import pytest
-from job import FAULTY, Job
+from job import FAULTY, Job, plain_run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,10 +50,11 @@ def kinds(job: Job) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    "where", ["data", "exchange", "barrier", "hook"], ids=["in compute", "in exchange", "before the barrier", "after"]
+    ("slot", "where"),
+    [(2, "data"), (0, "exchange"), (2, "barrier"), (0, "hook")],
+    ids=["2 in compute", "0 in the exchange", "2 before the barrier", "0 after a commit"],
 )
-@pytest.mark.parametrize("slot", [0, 2])
-def test_sigkill_of_one_worker(tmp_path, undisturbed, where, slot):
+def test_sigkill_of_one_worker(tmp_path, undisturbed, slot, where):
     with run(tmp_path, fault(slot, where, step=20)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
@@ -80,25 +81,82 @@ def test_sigkill_during_the_very_first_exchange(tmp_path, undisturbed):
         assert_exact(job, undisturbed)
 
 
+def endless(tmp_path, *faults: dict, options: tuple[str, ...] = ()) -> Job:
+    """A job of three workers that goes on until it is asked to stop."""
+    return Job(tmp_path / "run", FAULTY, "--steps", "1000000", *FAST_RESTARTS, *options, workers=3, faults=faults)
+
+
+def healed(job: Job, slot: int, after: float) -> dict:
+    """The event that tells that a slot's new worker has its state from its peers."""
+
+    def found() -> dict | None:
+        events = [e for e in job.events("recovered") if e["time"] > after and slot in e["healed"]]
+        return events[0] if events else None
+
+    return job.wait_for(f"slot {slot} to be healed", found)
+
+
+def stop_and_compare(job: Job, tmp_path) -> None:
+    """Stops the job after a commit. All members must hold the state of an undisturbed run of as many steps."""
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.logs()
+    assert sorted(event["slot"] for event in job.events("worker_finished")) == [0, 1, 2]
+    assert job.events("digests_differ") == []
+    assert job.processes_left() == []
+    summary = job.summary
+    steps = [line["step"] for line in job.lines("ledger.jsonl")]
+    assert steps == list(range(1, summary["step"] + 1))
+    alone = plain_run(tmp_path / "alone", summary["step"])
+    assert summary["params_sha256"] == alone["params_sha256"]
+    assert summary["state_sha256"] == alone["state_sha256"]
+
+
 @pytest.mark.parametrize("order", [(2, 0), (0, 1, 2)], ids=["2 then 0", "0 then 1 then 2"])
 def test_killed_workers_rejoin_with_the_right_state(tmp_path, order):
-    """Each is killed once the one before is back. The number of steps is open, so the end is asked for."""
-    with Job(tmp_path / "run", FAULTY, "--steps", "100000", *FAST_RESTARTS, workers=3) as job:
+    """Each is killed once the one before is back."""
+    with endless(tmp_path) as job:
         job.wait_step(10)
         for slot in order:
-            killed = job.kill(slot)
-            back = job.wait_for(
-                f"slot {slot} to be healed",
-                lambda: [e for e in job.events("recovered") if e["time"] > killed and e["healed"] == [slot]],  # noqa: B023
-            )[0]
+            back = healed(job, slot, after=job.kill(slot))
             job.wait_step(back["step"] + 5)
-        job.process.send_signal(signal.SIGINT)
-        assert job.finish() == 130, job.logs()
-        # All three end with one state.
-        ended = job.events("worker_finished")
-        assert sorted(event["slot"] for event in ended) == [0, 1, 2]
-        assert job.events("digests_differ") == []
-        assert job.processes_left() == []
+        stop_and_compare(job, tmp_path)
+
+
+def test_all_but_one_killed_and_both_rejoin(tmp_path):
+    with endless(tmp_path) as job:
+        job.wait_step(10)
+        first, second = job.kill(0), job.kill(2)
+        job.wait_step(max(healed(job, 0, after=first)["step"], healed(job, 2, after=second)["step"]) + 5)
+        stop_and_compare(job, tmp_path)
+
+
+def test_joiner_killed_while_it_is_healed_tries_again(tmp_path):
+    with endless(tmp_path, fault(1, "heal", incarnation=1)) as job:
+        job.wait_step(10)
+        killed = job.kill(1)
+        job.wait_event("worker_died", slot=1, incarnation=1)
+        job.wait_step(healed(job, 1, after=killed)["step"] + 5)
+        stop_and_compare(job, tmp_path)
+
+
+def test_donor_killed_while_it_heals_a_joiner(tmp_path):
+    """Slot 0 dies in the transfer to slot 1; slot 2 is left as donor."""
+    with endless(tmp_path, fault(0, "heal", incarnation=0)) as job:
+        job.wait_step(10)
+        killed = job.kill(1)
+        job.wait_event("worker_died", slot=0)
+        job.wait_step(max(healed(job, 0, after=killed)["step"], healed(job, 1, after=killed)["step"]) + 5)
+        stop_and_compare(job, tmp_path)
+
+
+def test_joiner_killed_before_it_meets_the_members(tmp_path):
+    """Admitted by a committed step, and dead before its first collective: the others go on without it."""
+    with endless(tmp_path, fault(1, "gather", incarnation=1)) as job:
+        job.wait_step(10)
+        killed = job.kill(1)
+        job.wait_event("worker_died", slot=1, incarnation=1)
+        job.wait_step(healed(job, 1, after=killed)["step"] + 5)
+        stop_and_compare(job, tmp_path)
 
 
 def test_worker_that_raises_once_is_retried(tmp_path, undisturbed):
@@ -145,19 +203,14 @@ def test_exchange_that_fails_on_one_member_alone_costs_that_worker_only(tmp_path
         assert [(kind, slot) for kind, slot in kinds(job)] == [("exited", 2)]
 
 
-def test_stopped_worker_is_replaced(tmp_path):
+def test_stopped_worker_is_replaced_and_the_zombie_does_no_harm(tmp_path):
     """SIGSTOP: the process lives and holds its sockets, but answers nobody."""
-    with Job(tmp_path / "run", FAULTY, "--steps", "100000", "--set", "faults.keepalive_s=1.0", workers=3) as job:
+    with endless(tmp_path, options=("--set", "faults.keepalive_s=1.0")) as job:
         job.wait_step(10)
-        stopped = job.kill(1, signal.SIGSTOP)
-        job.wait_for(
-            "slot 1 to be replaced",
-            lambda: [e for e in job.events("recovered") if e["time"] > stopped and e["healed"] == [1]],
-        )
-        job.process.send_signal(signal.SIGTERM)
-        assert job.finish() == 130, job.logs()
+        back = healed(job, 1, after=job.kill(1, signal.SIGSTOP))
+        job.wait_step(back["step"] + 5)
+        stop_and_compare(job, tmp_path)
         assert ("stopped", 1) in kinds(job)
-        assert job.processes_left() == []
 
 
 def test_killed_agent_leaves_no_process_behind(tmp_path):
@@ -184,3 +237,14 @@ def test_two_jobs_at_once_do_not_mix(tmp_path, undisturbed):
         assert first.finish() == 0 and second.finish() == 0, first.logs() + second.logs()
         assert_exact(first, undisturbed)
         assert_exact(second, undisturbed)
+
+
+def test_worker_that_is_asked_to_leave_goes_without_a_failed_step_and_comes_back(tmp_path):
+    with endless(tmp_path) as job:
+        job.wait_step(10)
+        asked = job.kill(2, signal.SIGTERM)
+        job.wait_event("worker_died", slot=2, exit_code=0)
+        job.wait_event("recovered", kind="leave", gone=[2])
+        job.wait_step(healed(job, 2, after=asked)["step"] + 5)
+        stop_and_compare(job, tmp_path)
+        assert job.events("worker_killed") == []  # as one that hangs would be
