@@ -46,7 +46,7 @@ def main() -> NoReturn:
         _leave(EXIT_USER_CODE, "could not start")
     from elastic_train.member import run_member
 
-    exit_code = run_member(training, link, settings.identity)
+    exit_code = run_member(training, link, settings.identity, settings.job.run_dir)
     jax_private.disconnect_worker()
     link.close()
     # Not sys.exit: when jax takes its clients and communicators down it waits for peers that may be gone.
