@@ -112,12 +112,13 @@ def run_member(training: Training, link: Coordinator, me: Identity) -> int:
         print(traceback.format_exc(), file=sys.stderr, flush=True)
         link.failed(step=training.state.step, fatal=True, startup=False, traceback=traceback.format_exc())
         return EXIT_REJOIN
-    if result.status != "left":
-        state = result.state
-        digests = params_sha256(state), state_sha256(state)
-        # The member that reports the steps may die before it has reported the last one, and no epoch follows.
-        link.resend()
-        link.finished(result.status, state.step, state.samples, *digests, result.metrics)
+    if result.status == "left":
+        return EXIT_REJOIN  # at once: code 0 waits for the end of the job
+    state = result.state
+    digests = params_sha256(state), state_sha256(state)
+    # The member that reports the steps may die before it has reported the last one, and no epoch follows.
+    link.resend()
+    link.finished(result.status, state.step, state.samples, *digests, result.metrics)
     return 0
 
 
