@@ -39,7 +39,7 @@ def main() -> NoReturn:
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
     try:
         training = _prepare(link, settings)
-    except Exception:
+    except (Exception, SystemExit, KeyboardInterrupt):  # SIGINT is ignored here: all of it is user code
         print(traceback.format_exc(), file=sys.stderr, flush=True)
         link.failed(step=0, fatal=True, startup=True, traceback=traceback.format_exc())
         link.close()

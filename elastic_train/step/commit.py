@@ -102,7 +102,7 @@ class Stepper:
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.
             return jax.block_until_ready(sums)
-        except Exception:
+        except (Exception, SystemExit):
             raised.append(traceback.format_exc())
             return [self._local.zeros()]
 
