@@ -30,27 +30,33 @@ def main() -> None:
     )
     parser.add_argument("recipe")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--kill", type=int, nargs="+", default=[2, 0], help="slots, in this order")
+    parser.add_argument("--kill", type=int, nargs="*", default=[2, 0], help="slots, in this order")
     parser.add_argument("--settle", type=int, default=30, help="steps between a return and the next kill")
+    parser.add_argument("--steps", type=int, help="let the run end by itself after so many; otherwise it is stopped")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments, options = parser.parse_known_args()
     command = [sys.executable, "-m", "elastic_train.cli", "run", arguments.recipe, "--workers", str(arguments.workers)]
-    command += ["--steps", "1000000", "--run-dir", str(arguments.run_dir), *options]
+    command += ["--steps", str(arguments.steps or 1_000_000), "--run-dir", str(arguments.run_dir), *options]
     job = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         kills = measure(Observed(job, arguments.run_dir), arguments.kill, arguments.settle)
-        job.send_signal(signal.SIGINT)
+        if not arguments.steps:
+            job.send_signal(signal.SIGINT)
         exit_code = job.wait(DEADLINE_S)
     finally:
         if job.poll() is None:
             job.kill()
             job.wait()
+    summary = json.loads((arguments.run_dir / "summary.json").read_text())
     result = {
         "command": " ".join(sys.argv),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
         "exit_code": exit_code,
+        "steps": summary["step"],
+        "params_sha256": summary["params_sha256"],
+        "state_sha256": summary["state_sha256"],
         **kills,
     }
     text = json.dumps(result, indent=1)
@@ -123,6 +129,7 @@ def measure(job: Observed, slots: list[int], settle: int) -> dict[str, Any]:
         )
         print(json.dumps(rows[-1]), flush=True)
         job.wait(f"{settle} steps", lambda: job.step() >= back["step"] + settle)  # noqa: B023
+    job.wait("some steps", lambda: job.step() >= settle * 2)
     times = [line["step_time_s"] for line in job.lines("metrics.jsonl")]
     return {"median_step_time_s": median(times), "kills": rows}
 

@@ -96,6 +96,8 @@ class Config:
       log_every: steps between two lines of `metrics.jsonl`.
       prefetch: how many steps ahead training data is read, by a thread of its own; memory holds at most the
         samples of one step more. 0 reads in the step itself, in the main thread. No part of the numbers.
+      deterministic: on GPUs, use only kernels that give the same bits every time, and one set of compiled programs
+        for all workers; about 13 % slower for a 354M GPT. CPU runs are bitwise reproducible without it.
     """
 
     steps: int = 100
@@ -105,6 +107,7 @@ class Config:
     eval_every: int = 0
     log_every: int = 1
     prefetch: int = 2
+    deterministic: bool = False
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:

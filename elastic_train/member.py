@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,13 +18,18 @@ from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Group
 from elastic_train.state import Device, params_sha256, state_sha256
-from elastic_train.training import Outside, OwnCodeFails, Recipe, Training
+from elastic_train.training import Outside, OwnCodeFails, Recipe, Result, Training, write_params
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
 
-ADMISSION_REPORT_S = 30.0
+REPORT_S = 30.0
 """How often a waiting worker says that it waits."""
+
+END_LIMIT_S = 600.0
+"""How long a worker that has finished waits for the others to finish."""
+
+COMPLETE = "complete"
 
 
 class Coordinator(Outside, Protocol):
@@ -47,12 +53,36 @@ class Coordinator(Outside, Protocol):
     def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool: ...
 
 
-def share_compiled_programs(directory: Path, me: Identity) -> None:
-    """Keeps compiled programs where the workers to come find them. Call it before anything is compiled."""
+def share_compiled_programs(directory: Path, me: Identity, *, wait: bool) -> None:
+    """Keeps compiled programs where the workers to come find them. Call it before anything is compiled.
+
+    Slot 0's workers write, all others only read.
+
+    Args:
+      directory: in the run directory.
+      me: this worker.
+      wait: whether to wait until slot 0 has compiled everything once. Autotuning may choose other kernels in each
+        process; if all are to compute the same bits, all must run what one of them has chosen.
+    """
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if me.slot == 0:
         jax_private.write_compilation_cache()
+    elif wait:
+        said = time.monotonic()
+        # No limit of its own: the coordinator ends a worker that is not ready within `start_timeout_s`.
+        while not (directory / COMPLETE).exists():
+            time.sleep(0.1)
+            if time.monotonic() - said > REPORT_S:
+                said = time.monotonic()
+                print(f"slot {me.slot}: waiting for slot 0 to compile the programs", file=sys.stderr, flush=True)
+
+
+def programs_are_complete(directory: Path, me: Identity) -> None:
+    """Tells the workers that wait in `share_compiled_programs`."""
+    if me.slot == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / COMPLETE).touch()
 
 
 def prepare_member(
@@ -93,8 +123,11 @@ def prepare_member(
     return Training(recipe, group, link, min_workers, leave_requested)
 
 
-def run_member(training: Training, link: Coordinator, me: Identity) -> int:
-    """Waits for admission, trains to the end, and reports it. Returns the process's exit code."""
+def run_member(training: Training, link: Coordinator, me: Identity, run_dir: Path) -> int:
+    """Waits for admission, trains to the end, and reports it. Returns the process's exit code.
+
+    The first member leaves a description of the parameters in `run_dir`, for `elastic-train compare`.
+    """
     link.ready()
     link.phase("ready", 0)
     view = _admission(link, me)
@@ -113,18 +146,29 @@ def run_member(training: Training, link: Coordinator, me: Identity) -> int:
         print(traceback.format_exc(), file=sys.stderr, flush=True)
         link.failed(step=training.state.step, fatal=True, startup=False, traceback=traceback.format_exc())
         return EXIT_REJOIN
-    if result.status != "left":
-        state = result.state
-        digests = params_sha256(state), state_sha256(state)
-        # The member that reports the steps may die before it has reported the last one, and no epoch follows.
-        link.resend()
-        link.finished(result.status, state.step, state.samples, *digests, result.metrics)
+    if result.status == "left":
+        print(f"slot {me.slot}: left the group on request, after a commit", file=sys.stderr, flush=True)
+        return 0
+    if training.is_first:
+        link.phase("leaves", result.state.step)
+        write_params(run_dir, result.state)
+    _report_and_wait(link, result)
     return 0
+
+
+def _report_and_wait(link: Coordinator, result: Result) -> None:
+    state = result.state
+    digests = params_sha256(state), state_sha256(state)
+    # The member that reports the steps may die before it has reported the last one, and no epoch follows.
+    link.resend()
+    link.finished(result.status, state.step, state.samples, *digests, result.metrics)
+    if not link.stopped_now.wait(END_LIMIT_S):
+        print(f"the coordinator did not end the job within {END_LIMIT_S:g} s", file=sys.stderr, flush=True)
 
 
 def _admission(link: Coordinator, me: Identity) -> View | None:
     """Waits to be made a member; None if the job ends before. The coordinator ends the wait in any case."""
-    while (view := link.wait_formed(ADMISSION_REPORT_S)) is None:
+    while (view := link.wait_formed(REPORT_S)) is None:
         if link.stopped_now.is_set():
             return None
         print(f"slot {me.slot}: ready, waiting to be admitted by the members", file=sys.stderr, flush=True)

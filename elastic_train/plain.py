@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +16,7 @@ import jax
 from elastic_train.config import ConfigError
 from elastic_train.config_files import resolve, to_toml
 from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError, UserCodeError
+from elastic_train.launch.environment import DETERMINISTIC_XLA_FLAGS, with_flags
 from elastic_train.launch.signals import Signals
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity, View
@@ -23,7 +25,7 @@ from elastic_train.state import params_sha256, state_sha256
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
-from elastic_train.training import Recipe, Result, Training
+from elastic_train.training import Recipe, Result, Training, write_params
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -117,6 +119,8 @@ def main(trainer: type[Trainer]) -> NoReturn:
     try:
         flags = {"steps": options.steps, "seed": options.seed}
         config = resolve(trainer.config_class(), options.config, options.set, flags)
+        if config.deterministic:  # read when the first backend is created, which is later
+            os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), DETERMINISTIC_XLA_FLAGS)
         sys.exit(_train(trainer(config), options.run_dir or default_run_dir(name), name))
     except ConfigError as error:
         sys.exit(report_error(UsageError(str(error))))
@@ -136,7 +140,7 @@ def _train(trainer: Trainer, run_dir: Path, name: str) -> int:
         records.event("worker_started", **ME._asdict(), pid=os.getpid(), host=socket.gethostname())
         display.start()
         try:
-            ended = _summarized(trainer, _Process(records, display, signals))
+            ended = _summarized(trainer, _Process(records, display, signals), run_dir)
         finally:
             display.stop()
         records.event("end", status=ended["status"], exit_code=ended["exit_code"])
@@ -145,15 +149,19 @@ def _train(trainer: Trainer, run_dir: Path, name: str) -> int:
     return ended["exit_code"]
 
 
-def _summarized(trainer: Trainer, outside: _Process) -> dict[str, Any]:
-    """Trains; how it ended, for the summary."""
+def _summarized(trainer: Trainer, outside: _Process, run_dir: Path) -> dict[str, Any]:
+    """Trains, and leaves a description of the parameters in `run_dir`; how it ended, for the summary."""
     try:
         result = fit_alone(trainer, outside)
     except UserCodeError as error:
         return {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
     except InterruptedByUser as error:
         return {"status": "stopped", "exit_code": error.exit_code, "message": str(error)}
+    except Exception:  # the model, the optimizer or the first trace of the loss
+        outside.failed(0, fatal=True, startup=True, traceback=traceback.format_exc())
+        return {"status": "failed", "exit_code": UserCodeError.exit_code, "message": traceback.format_exc()}
     state = result.state
+    write_params(run_dir, state)
     return {
         "status": result.status,
         "exit_code": 0 if result.status == "done" else InterruptedByUser.exit_code,

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ from elastic_train.state import Device, TrainState, key_path_leaves
 from elastic_train.step.commit import Stepper
 from elastic_train.step.evaluate import Evaluator
 from elastic_train.step.local import LocalProgram
+from elastic_train.telemetry.leaves import write_leaves
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -99,6 +101,14 @@ class Recipe:
         self.trainer, self.config, self.device = trainer, config, device
         # Sources are opened and read in one and the same thread, evaluation data too: some cannot bear another.
         self._prefetcher = Prefetcher(self._read_now, config.prefetch, self._describe)
+        try:
+            self._prepare(trainer, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, trainer: Trainer, device: Device) -> None:
+        config = self.config
         self._source, num_samples = self._prefetcher.call(lambda: _opened(trainer.train_data(), "train_data"))
         self.sampler = Sampler(num_samples, config.batch_size, config.shards, config.seed)
         self._eval_source, num_eval = self._prefetcher.call(lambda: _opened(trainer.eval_data(), "eval_data"))
@@ -141,6 +151,20 @@ def _opened(source: DataSource | None, method: str) -> tuple[Any, int]:
         hint = "; return None for no evaluation" if method == "eval_data" else ""
         raise DataError(f"{method}() gave a data source without samples: len(source) is 0{hint}")
     return source, 0 if source is None else len(source)
+
+
+def write_params(run_dir: Path, state: TrainState) -> None:
+    """Leaves a description of the parameters in `run_dir`. It is a help for comparing runs: a disk that is full
+    must not cost a run that has reached its end, so what goes wrong is only said."""
+    try:
+        write_leaves(run_dir, state.step, ((path, np.asarray(leaf)) for path, leaf in key_path_leaves(state.params)))
+    except OSError as error:
+        print(
+            f"cannot describe the parameters in {run_dir}: {error}; the run is not affected, but `elastic-train "
+            "compare` cannot tell by how much they differ from another run's",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _layout(state: TrainState, config: Config) -> tuple[int, int]:
@@ -207,6 +231,11 @@ class Training:
     def state(self) -> TrainState:
         """The newest committed state."""
         return self._state
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the members: the one that speaks for all."""
+        return self._group.is_first
 
     # Epochs.
 
@@ -374,8 +403,9 @@ class Training:
             "first_sample": before.samples,
             "num_samples": self._state.samples - before.samples,
             "passes": [list(span) for span in self._recipe.sampler.spans(before.samples)],
+            "pass_size": self._recipe.sampler.num_samples,
             **metrics,
-            "learning_rate": self._trainer._learning_rate(before.step),
+            "learning_rate": self._local.learning_rate(before.step),
             "workers": sorted(member.slot for member in self._group.view.members),
             "epoch": self._group.view.epoch,
             "step_time_s": now - self._last_commit,

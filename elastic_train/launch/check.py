@@ -44,8 +44,7 @@ class Checked:
       trainer: name of the trainer class.
       config_toml: the resolved config.
       config_digest: its digest; equal on all workers.
-      steps, log_every, shards: from the config.
-      faults: from the config.
+      steps, log_every, shards, deterministic, faults: from the config.
     """
 
     trainer: str
@@ -54,6 +53,7 @@ class Checked:
     steps: int
     log_every: int
     shards: int
+    deterministic: bool
     faults: FaultConfig
 
 
@@ -143,6 +143,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         steps=config.steps,
         log_every=config.log_every,
         shards=config.shards,
+        deterministic=config.deterministic,
         faults=config.faults,
     )
 

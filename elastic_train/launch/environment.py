@@ -23,6 +23,8 @@ GPU_XLA_FLAGS = {
 """Without the first two XLA cannot abort a collective whose peer has died. With the third at its default, compiling
 a program that crosses members would wait for all of them. XLA reads these when jax is imported."""
 
+DETERMINISTIC_XLA_FLAGS = {"--xla_gpu_exclude_nondeterministic_ops": "true"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
@@ -39,6 +41,7 @@ class JobSettings:
       keepalive_s: of the control connection.
       heartbeat_timeout_s: of JAX's coordination service.
       min_workers: members pause while there are fewer of them.
+      deterministic: only kernels that give the same bits every time.
     """
 
     coordinator: str
@@ -51,6 +54,7 @@ class JobSettings:
     keepalive_s: float
     heartbeat_timeout_s: float
     min_workers: int
+    deterministic: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,7 @@ class WorkerSettings:
                     "keepalive_s": float(job["keepalive_s"]),
                     "heartbeat_timeout_s": float(job["heartbeat_timeout_s"]),
                     "min_workers": int(job["min_workers"]),
+                    "deterministic": job["deterministic"] == "True",
                 }
             ),
             identity=Identity(int(get("slot")), int(get("incarnation")), int(get("node"))),
@@ -134,9 +139,10 @@ def worker_environment(
         return environment | {"JAX_PLATFORMS": "cpu"}
     if device is None:
         raise ValueError(f"slot {identity.slot} on platform {job.platform!r} needs a device")
+    flags = GPU_XLA_FLAGS | (DETERMINISTIC_XLA_FLAGS if job.deterministic else {})
     return environment | {
         "CUDA_VISIBLE_DEVICES": device,
-        "XLA_FLAGS": with_flags(environ.get("XLA_FLAGS", ""), GPU_XLA_FLAGS),
+        "XLA_FLAGS": with_flags(environ.get("XLA_FLAGS", ""), flags),
         "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE": "1",
     }
 

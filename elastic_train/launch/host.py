@@ -86,6 +86,7 @@ def job_settings(
         keepalive_s=checked.faults.keepalive_s,
         heartbeat_timeout_s=checked.faults.jax_heartbeat_timeout_s,
         min_workers=options.min_workers,
+        deterministic=checked.deterministic,
     )
 
 

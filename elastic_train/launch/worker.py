@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NoReturn
@@ -26,9 +27,6 @@ from elastic_train.launch.versions import versions
 
 if TYPE_CHECKING:
     from elastic_train.training import Training
-
-END_LIMIT_S = 600.0
-"""How long a worker that has finished waits for the others to finish."""
 
 
 def main() -> NoReturn:
@@ -48,9 +46,7 @@ def main() -> NoReturn:
         _leave(EXIT_USER_CODE, "could not start")
     from elastic_train.member import run_member
 
-    exit_code = run_member(training, link, settings.identity)
-    if exit_code == 0 and not link.stopped_now.wait(END_LIMIT_S):
-        print(f"the coordinator did not end the job within {END_LIMIT_S:g} s", file=sys.stderr)
+    exit_code = run_member(training, link, settings.identity, settings.job.run_dir)
     jax_private.disconnect_worker()
     link.close()
     # Not sys.exit: when jax takes its clients and communicators down it waits for peers that may be gone.
@@ -60,6 +56,7 @@ def main() -> NoReturn:
 def _prepare(link: Link, settings: WorkerSettings) -> "Training":
     """Connects, and does everything slow."""
     job = settings.job
+    started = time.monotonic()
     with ThreadPoolExecutor(1, thread_name_prefix="hello") as background:
         # Importing jax takes longer than anything else here. Meanwhile the coordinator learns of this worker.
         hello = background.submit(
@@ -74,16 +71,18 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
 
         trainer = load_recipe(job.recipe)
         hello.result()
+    imported = time.monotonic()
     jax_private.connect_worker(
         address=settings.jax_address,
         node=settings.identity.node,
         num_nodes=settings.num_nodes,
         heartbeat_timeout_s=job.heartbeat_timeout_s,
     )
+    connected = time.monotonic()
     if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
-        member.share_compiled_programs(job.run_dir / "compiled", settings.identity)
+        member.share_compiled_programs(job.run_dir / "compiled", settings.identity, wait=job.deterministic)
     ports = frozenset(int(address.rpartition(":")[2]) for address in (job.coordinator, settings.jax_address))
-    return member.prepare_member(
+    training = member.prepare_member(
         trainer(resolve(config_class_of(trainer), job.config_file)),
         link,
         settings.identity,
@@ -91,6 +90,11 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
         ports,
         settings.leave_requested,
     )
+    if job.platform == "cuda":
+        member.programs_are_complete(job.run_dir / "compiled", settings.identity)
+    took = f"import {imported - started:.1f} s, connect {connected - imported:.1f} s"
+    print(f"ready: {took}, prepare {time.monotonic() - connected:.1f} s", file=sys.stderr, flush=True)
+    return training
 
 
 def _install_signal_handlers(leave_requested: threading.Event) -> None:

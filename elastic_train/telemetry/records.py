@@ -14,6 +14,7 @@ A *record* describes one committed step. Members send it as JSON:
 | `time`, `step_time_s` | Unix time of the commit; seconds the step took |
 | `first_sample`, `num_samples` | position of its first sample since the start of training; how many |
 | `passes` | list of [pass, first position in that pass, count]: which part of which pass over the data |
+| `pass_size` | samples of a pass: the length of the data set |
 | `evaluation` | optional: means of an evaluation of the state after this step |
 | `recovered` | optional, on an epoch's first record: fields of the event `recovered` |
 | any other | a metric of the user's |
@@ -47,7 +48,7 @@ IDLE_INTERVAL_S = 5.0
 MAX_HELD = 1024
 """How many records wait for a missing one before it is given up."""
 
-_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "recovered", "evaluation"})
+_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "pass_size", "recovered", "evaluation"})
 # What the time lost so far is computed from.
 _COSTLY = frozenset(
     {
@@ -302,6 +303,7 @@ class RunDirectory:
             "pass": passes[0][0],
             "first_sample": record["first_sample"],
             "num_samples": record["num_samples"],
+            "pass_size": record["pass_size"],
             "workers": record["workers"],
         }
         if len(passes) > 1:

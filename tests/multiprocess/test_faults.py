@@ -50,10 +50,11 @@ def kinds(job: Job) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    "where", ["data", "exchange", "barrier", "hook"], ids=["in compute", "in exchange", "before the barrier", "after"]
+    ("slot", "where"),
+    [(2, "data"), (0, "exchange"), (2, "barrier"), (0, "hook")],
+    ids=["2 in compute", "0 in the exchange", "2 before the barrier", "0 after a commit"],
 )
-@pytest.mark.parametrize("slot", [0, 2])
-def test_sigkill_of_one_worker(tmp_path, undisturbed, where, slot):
+def test_sigkill_of_one_worker(tmp_path, undisturbed, slot, where):
     with run(tmp_path, fault(slot, where, step=20)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
@@ -236,3 +237,14 @@ def test_two_jobs_at_once_do_not_mix(tmp_path, undisturbed):
         assert first.finish() == 0 and second.finish() == 0, first.logs() + second.logs()
         assert_exact(first, undisturbed)
         assert_exact(second, undisturbed)
+
+
+def test_worker_that_is_asked_to_leave_goes_without_a_failed_step_and_comes_back(tmp_path):
+    with endless(tmp_path) as job:
+        job.wait_step(10)
+        asked = job.kill(2, signal.SIGTERM)
+        job.wait_event("worker_died", slot=2, exit_code=0)
+        job.wait_event("recovered", kind="leave", gone=[2])
+        job.wait_step(healed(job, 2, after=asked)["step"] + 5)
+        stop_and_compare(job, tmp_path)
+        assert job.events("worker_killed") == []  # as one that hangs would be

@@ -98,6 +98,7 @@ def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPa
         "steps": 1,
         "log_every": 1,
         "shards": 8,
+        "deterministic": False,
         "faults": {"max_restarts": 4},
     }
     more = "{**found, 'config_toml': '#' * (1 << 18)}"

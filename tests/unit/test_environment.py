@@ -24,6 +24,7 @@ def job(platform: str = "cpu") -> JobSettings:
         keepalive_s=2.5,
         heartbeat_timeout_s=60.0,
         min_workers=1,
+        deterministic=False,
     )
 
 
