@@ -84,7 +84,7 @@ class Config:
     """What every recipe can be told. A recipe subclasses it and adds its own fields.
 
     Attributes:
-      steps: optimizer updates in total, also after a resume.
+      steps: optimizer updates in total.
       batch_size: samples per step over all workers; it does not depend on how many workers there are.
       shards: fixed slices of the global batch, at least as many as workers. Part of the numbers: another
         value rounds differently.
