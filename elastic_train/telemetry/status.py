@@ -81,7 +81,12 @@ def _completed(status: dict[str, Any], word: str, job: Mapping[str, Any]) -> dic
 
 def _end(run_dir: Path) -> str:
     path = run_dir / "summary.json"
-    return str(json.loads(path.read_text(encoding="utf-8"))["status"]) if path.exists() else "broken_off"
+    if not path.exists():
+        return "broken_off"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["status"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"cannot read {path}: {error!r}; the file was changed") from error
 
 
 def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
