@@ -18,7 +18,7 @@ from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Group
 from elastic_train.state import Device, params_sha256, state_sha256
-from elastic_train.training import Outside, OwnCodeFails, Recipe, Result, Training
+from elastic_train.training import Outside, OwnCodeFails, Recipe, Result, Training, write_params
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -123,8 +123,11 @@ def prepare_member(
     return Training(recipe, group, link, min_workers, leave_requested)
 
 
-def run_member(training: Training, link: Coordinator, me: Identity) -> int:
-    """Waits for admission, trains to the end, and reports it. Returns the process's exit code."""
+def run_member(training: Training, link: Coordinator, me: Identity, run_dir: Path) -> int:
+    """Waits for admission, trains to the end, and reports it. Returns the process's exit code.
+
+    The first member leaves a description of the parameters in `run_dir`, for `elastic-train compare`.
+    """
     link.ready()
     link.phase("ready", 0)
     view = _admission(link, me)
@@ -146,6 +149,9 @@ def run_member(training: Training, link: Coordinator, me: Identity) -> int:
     if result.status == "left":
         print(f"slot {me.slot}: left the group on request, after a commit", file=sys.stderr, flush=True)
         return 0
+    if training.is_first:
+        link.phase("leaves", result.state.step)
+        write_params(run_dir, result.state)
     _report_and_wait(link, result)
     return 0
 

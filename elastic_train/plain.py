@@ -26,7 +26,7 @@ from elastic_train.state import params_sha256, state_sha256
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
-from elastic_train.training import Recipe, Result, Training
+from elastic_train.training import Recipe, Result, Training, write_params
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -162,7 +162,8 @@ def _train(trainer: Trainer, run_dir: Path, name: str, signals: Signals) -> int:
         records.event("worker_started", **ME._asdict(), pid=os.getpid(), host=socket.gethostname())
         display.start()
         try:
-            ended = _summarized(trainer, _Process(records, display, signals, trainer.config.faults.max_step_failures))
+            outside = _Process(records, display, signals, trainer.config.faults.max_step_failures)
+            ended = _summarized(trainer, outside, run_dir)
         finally:
             display.stop()
         records.event("end", status=ended["status"], exit_code=ended["exit_code"])
@@ -171,8 +172,8 @@ def _train(trainer: Trainer, run_dir: Path, name: str, signals: Signals) -> int:
     return ended["exit_code"]
 
 
-def _summarized(trainer: Trainer, outside: _Process) -> dict[str, Any]:
-    """Trains; how it ended, for the summary."""
+def _summarized(trainer: Trainer, outside: _Process, run_dir: Path) -> dict[str, Any]:
+    """Trains, and leaves a description of the parameters in `run_dir`; how it ended, for the summary."""
     try:
         result = fit_alone(trainer, outside)
     except UserCodeError as error:
@@ -183,6 +184,7 @@ def _summarized(trainer: Trainer, outside: _Process) -> dict[str, Any]:
         outside.failed(0, fatal=True, startup=True, traceback=traceback.format_exc())
         return {"status": "failed", "exit_code": UserCodeError.exit_code, **_failure(traceback.format_exc())}
     state = result.state
+    write_params(run_dir, state)
     return {
         "status": result.status,
         "message": "done" if result.status == "done" else "stopped after a commit",

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elastic_train.digests import add_leaf
+
 PyTree = Any
 Device = Any
 """A `jax.Device`; that name is a variable to type checkers."""
@@ -48,15 +50,12 @@ def key_path_leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def sha256_of_leaves(named: Iterable[tuple[str, Any]]) -> str:
-    """SHA-256 over leaves: key path, zero byte, dtype, zero byte, shape, zero byte, little-endian C-order bytes."""
+    """SHA-256 over leaves, each as `digests.add_leaf` has it."""
     digest = hashlib.sha256()
     for path, leaf in named:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        array = np.asarray(leaf)
-        shape = ",".join(str(size) for size in array.shape)
-        digest.update(f"{path}\0{array.dtype.name}\0{shape}\0".encode())
-        digest.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+        add_leaf(digest, path, np.asarray(leaf))
     return digest.hexdigest()
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 
@@ -180,11 +179,6 @@ class Trainer(abc.ABC):
         from elastic_train.plain import fit_alone
 
         return fit_alone(self).state
-
-    @final
-    def _learning_rate(self, step: int) -> float | None:
-        schedule = self.schedule()
-        return None if schedule is None else float(np.asarray(schedule(step)))
 
     @final
     def _step_committed(self, step: int, samples: int, metrics: dict[str, float]) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -30,6 +32,7 @@ from elastic_train.state import Device, TrainState, key_path_leaves
 from elastic_train.step.commit import Stepper
 from elastic_train.step.evaluate import Evaluator
 from elastic_train.step.local import LocalProgram
+from elastic_train.telemetry.leaves import write_leaves
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -112,6 +115,20 @@ class Recipe:
         return read(self.source, ids), weight
 
 
+def write_params(run_dir: Path, state: TrainState) -> None:
+    """Leaves a description of the parameters in `run_dir`. It is a help for comparing runs: a disk that is full
+    must not cost a run that has reached its end, so what goes wrong is only said."""
+    try:
+        write_leaves(run_dir, state.step, ((path, np.asarray(leaf)) for path, leaf in key_path_leaves(state.params)))
+    except OSError as error:
+        print(
+            f"cannot describe the parameters in {run_dir}: {error}; the run is not affected, but `elastic-train "
+            "compare` cannot tell by how much they differ from another run's",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def _layout(state: TrainState, config: Config) -> tuple[int, int]:
     """64 bits over what must be the same on all members: key paths, shapes, dtypes and the settings."""
     leaves = [(path, str(leaf.dtype), leaf.shape) for path, leaf in key_path_leaves(state.arrays)]
@@ -173,6 +190,11 @@ class Training:
     def state(self) -> TrainState:
         """The newest committed state."""
         return self._state
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the members: the one that speaks for all."""
+        return self._group.is_first
 
     # Epochs.
 
@@ -340,8 +362,9 @@ class Training:
             "first_sample": before.samples,
             "num_samples": self._state.samples - before.samples,
             "passes": [list(span) for span in self._recipe.sampler.spans(before.samples)],
+            "pass_size": len(self._recipe.source),
             **metrics,
-            "learning_rate": self._trainer._learning_rate(before.step),
+            "learning_rate": self._local.learning_rate(before.step),
             "workers": sorted(member.slot for member in self._group.view.members),
             "epoch": self._group.view.epoch,
             "step_time_s": now - self._last_commit,

@@ -48,7 +48,7 @@ def main() -> NoReturn:
     from elastic_train.member import run_member
 
     link.on_stopped_now = lambda reason: None  # from here on somebody waits for `stopped_now`
-    exit_code = run_member(training, link, settings.identity)
+    exit_code = run_member(training, link, settings.identity, settings.job.run_dir)
     jax_private.disconnect_worker()
     link.close()
     # Not sys.exit: when jax takes its clients and communicators down it waits for peers that may be gone.

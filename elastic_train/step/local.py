@@ -66,6 +66,10 @@ class LocalProgram:
         self._flattener = Flattener(sums)
         self.specs = self._flattener.specs
         self._compile(example, eval_batch)
+        # On the CPU, where a few scalar operations cost microseconds; they only go into the log.
+        self._log_device = jax.local_devices(backend="cpu")[0]
+        self._schedule = None if (schedule := trainer.schedule()) is None else jax.jit(schedule)
+        self.learning_rate(0)
 
     def _build_model(self, trainer: Trainer) -> None:
         model = trainer.model(nnx.Rngs(trainer.config.seed))
@@ -126,6 +130,13 @@ class LocalProgram:
         """The state after the step, and its metrics (means, float32[]). The old state's arrays are donated."""
         params, model_state, opt_state, metrics = self._update(*state.arrays.values(), total)
         return TrainState(state.step + 1, state.samples + num_samples, params, model_state, opt_state), metrics
+
+    def learning_rate(self, step: int) -> float | None:
+        """The learning rate of the update that follows `step` updates, if the trainer has a schedule."""
+        if self._schedule is None:
+            return None
+        with jax.default_device(self._log_device):
+            return float(self._schedule(np.int32(step)))
 
     def fingerprint(self, state: TrainState) -> tuple[int, int]:
         """64 bits that depend on every bit of the state; see `state.fingerprint`."""

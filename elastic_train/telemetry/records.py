@@ -14,6 +14,7 @@ A *record* describes one committed step. Members send it as JSON:
 | `time`, `step_time_s` | Unix time of the commit; seconds the step took |
 | `first_sample`, `num_samples` | position of its first sample since the start of training; how many |
 | `passes` | list of [pass, first position in that pass, count]: which part of which pass over the data |
+| `pass_size` | samples of a pass: the length of the data set |
 | `evaluation` | optional: means of an evaluation of the state after this step |
 | `recovered` | optional, on an epoch's first record: fields of the event `recovered` |
 | any other | a metric of the user's |
@@ -52,7 +53,7 @@ MAX_HELD = 1024
 STEP_TIMES = 101
 """From how many steps the median is taken that the cost of a fault is computed with while a job runs."""
 
-_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "recovered", "evaluation"})
+_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "pass_size", "recovered", "evaluation"})
 # What the time lost so far is computed from.
 _COSTLY = frozenset(
     {
@@ -356,6 +357,7 @@ class RunDirectory:
             "pass": passes[0][0],
             "first_sample": record["first_sample"],
             "num_samples": record["num_samples"],
+            "pass_size": record["pass_size"],
             "workers": record["workers"],
         }
         if len(passes) > 1:

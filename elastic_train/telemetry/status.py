@@ -9,7 +9,8 @@ from typing import Any
 
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.json_files import read_lines
-from elastic_train.telemetry.records import is_run_directory, is_written
+from elastic_train.telemetry.records import is_written
+from elastic_train.telemetry.run_files import require_run_directory
 
 DEADLINE_S = 3.0
 """How long the coordinator may take to answer."""
@@ -29,10 +30,7 @@ def live_status(run_dir: Path) -> dict[str, Any]:
     Raises:
       UsageError: `run_dir` is no run directory, or belongs to another user.
     """
-    if not is_run_directory(run_dir):
-        raise UsageError(
-            f"{run_dir} is no run directory: it has no job.json; give the --run-dir of an `elastic-train run`"
-        )
+    require_run_directory(run_dir)
     job = _read_job(run_dir)
     if (run_dir / "summary.json").exists() or not job.get("address"):
         return status_from_files(run_dir, is_alive=not job.get("address") and is_written(run_dir))

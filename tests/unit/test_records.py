@@ -33,6 +33,7 @@ def record(step: int, **fields: object) -> dict[str, object]:
         "first_sample": first,
         "num_samples": 10,
         "passes": [[0, first, 10]],
+        "pass_size": 1000,
     }
     return values | fields
 
@@ -89,7 +90,7 @@ def test_a_commit_makes_a_line_of_metrics_and_one_of_the_ledger(tmp_path):
     with RunDirectory(tmp_path) as run:
         run.commit(record(1, accuracy=0.5, evaluation={"accuracy": 0.25}, loss=math.nan))
     assert read_lines(tmp_path / "ledger.jsonl") == [
-        {"step": 1, "pass": 0, "first_sample": 0, "num_samples": 10, "workers": [0, 1]}
+        {"step": 1, "pass": 0, "first_sample": 0, "num_samples": 10, "pass_size": 1000, "workers": [0, 1]}
     ]
     assert read_lines(tmp_path / "metrics.jsonl") == [
         {

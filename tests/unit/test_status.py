@@ -65,7 +65,7 @@ def fill(path: Path, address: str | None) -> None:
             "workers": [0, 1],
             "epoch": 1,
         }
-        record |= {"first_sample": 0, "num_samples": 1, "passes": [[0, 0, 1]]}
+        record |= {"first_sample": 0, "num_samples": 1, "passes": [[0, 0, 1]], "pass_size": 1000}
         for step in (1, 2):
             run.commit(record | {"step": step})
 
