@@ -84,7 +84,7 @@ class Config:
     """What every recipe can be told. A recipe subclasses it and adds its own fields.
 
     Attributes:
-      steps: optimizer updates in total, also after a resume.
+      steps: optimizer updates in total.
       batch_size: samples per step over all workers; it does not depend on how many workers there are.
       shards: into how many slices the batch is cut, at least as many as workers. Each worker computes the
         gradients of its slices one after the other, and all are added in one fixed order, so the weights do not

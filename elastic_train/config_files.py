@@ -146,8 +146,13 @@ def _unknown(config_class: type, key: str, source: str, known: Mapping[str, bool
     near = difflib.get_close_matches(key, known, n=1) or same_name
     near = near or difflib.get_close_matches(last, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    names = ", ".join(name for name, is_group in known.items() if not is_group)
-    return f"unknown setting {key!r} ({source}).{hint} {config_class.__name__} knows: {names}"
+    base = dict(_keys(Config))
+    settable = [name for name, is_group in known.items() if not is_group]
+    faults = [name for name in settable if name.startswith("faults.")]
+    common = [name for name in settable if name in base and name not in faults]
+    own = [name for name in settable if name not in base]
+    listed = own + common + (faults if key.startswith("faults") else ["faults.… (see docs/timeouts.md)"])
+    return f"unknown setting {key!r} ({source}).{hint} {config_class.__name__} knows: {', '.join(listed)}"
 
 
 def _from_file(file: Path | None) -> Iterator[tuple[str, Setting]]:

@@ -26,7 +26,7 @@ class GaveUpError(ElasticTrainError):
 
 
 class InterruptedByUser(ElasticTrainError):
-    """The job was asked to stop and has done so after a commit."""
+    """The job was asked to stop and has done so: after a commit, or at once if it was asked again."""
 
     exit_code = 130
 
@@ -41,3 +41,13 @@ EXIT_REJOIN = 75
 
 EXIT_LOST = 76
 """The worker lost the coordinator."""
+
+
+def last_error(traceback: str) -> str:
+    """The line of a traceback that names the exception; of chained ones, the last.
+
+    >>> last_error("Traceback (most recent call last):\\n  File x\\nValueError: no\\nin shard 3")
+    'ValueError: no'
+    """
+    lines = traceback.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
+    return next((line for line in lines if not line.startswith(" ")), "")

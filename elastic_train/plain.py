@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +16,7 @@ import jax
 
 from elastic_train.config import ConfigError
 from elastic_train.config_files import resolve, to_toml
-from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError, UserCodeError
+from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError, UserCodeError, last_error
 from elastic_train.launch.environment import DETERMINISTIC_XLA_FLAGS, with_flags
 from elastic_train.launch.signals import Signals
 from elastic_train.launch.versions import versions
@@ -82,8 +83,12 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
 class _Process(Nobody):
     """The outside of `et.main`: the run directory, a display, and this process's own signals."""
 
-    def __init__(self, records: RunDirectory, display: Display, signals: Signals) -> None:
+    def __init__(self, records: RunDirectory, display: Display, signals: Signals, max_step_failures: int) -> None:
         self._records, self._display, self._signals = records, display, signals
+        self._max_step_failures = max_step_failures
+        self._error = ""
+        self._attempts: Counter[int] = Counter()
+        self._has_said_stopping = False
 
     @property
     def stop_requested(self) -> str | None:
@@ -91,10 +96,15 @@ class _Process(Nobody):
         while self._signals.wait(0):
             pass
         if self._signals.num_stops > 1:
-            raise InterruptedByUser("a second signal: stopped at once")
+            raise InterruptedByUser("stopped at once, not after a commit: a second signal")
+        if self._signals.num_stops and not self._has_said_stopping:
+            self._has_said_stopping = True
+            self._display.note("stopping after the next commit; once more stops at once")
         return "a signal" if self._signals.num_stops else None
 
     def viewed(self, view: View, reason: str, gone: Any, came: Any, step: int, time: float) -> None:
+        if self.stop_requested:
+            raise InterruptedByUser("stopped before training began: a signal")
         slots = [member.slot for member in view.members]
         self._records.event("view_changed", epoch=view.epoch, members=slots, came=slots, left=[], step=step)
 
@@ -103,8 +113,18 @@ class _Process(Nobody):
             self._display.update({**written})
 
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
-        self._records.event("user_code_failed", slot=ME.slot, step=step, fatal=fatal, traceback=traceback)
-        self._display.note(traceback)
+        about = {"step": step, "fatal": fatal, "startup": startup, "traceback": traceback}
+        self._records.event("user_code_failed", **ME._asdict(), **about)
+        self._attempts[step] += 1
+        attempt = f"at step {step + 1} (attempt {self._attempts[step]} of {self._max_step_failures})"
+        error = last_error(traceback)
+        if startup:
+            self._display.note(f"user code raised while starting:\n{traceback.rstrip()}")
+        elif error == self._error:
+            self._display.note(f"again {attempt}: {error}")
+        else:
+            self._display.note(f"user code raised {attempt}:\n{traceback.rstrip()}")
+        self._error = error
 
 
 def main(trainer: type[Trainer]) -> NoReturn:
@@ -112,6 +132,12 @@ def main(trainer: type[Trainer]) -> NoReturn:
 
     Ends the process with the exit codes of `elastic-train run`.
     """
+    # First of all: a KeyboardInterrupt may be swallowed where it arises, in a callback of the garbage collector.
+    with Signals(signal.SIGINT, signal.SIGTERM, last=3) as signals:
+        _main(trainer, signals)
+
+
+def _main(trainer: type[Trainer], signals: Signals) -> NoReturn:
     from elastic_train.cli import default_run_dir, parse_plain, report_error
 
     name = Path(sys.argv[0]).stem
@@ -121,26 +147,26 @@ def main(trainer: type[Trainer]) -> NoReturn:
         config = resolve(trainer.config_class(), options.config, options.set, flags)
         if config.deterministic:  # read when the first backend is created, which is later
             os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), DETERMINISTIC_XLA_FLAGS)
-        sys.exit(_train(trainer(config), options.run_dir or default_run_dir(name), name))
+        sys.exit(_train(trainer(config), options.run_dir or default_run_dir(name), name, signals))
     except ConfigError as error:
         sys.exit(report_error(UsageError(str(error))))
     except ElasticTrainError as error:
         sys.exit(report_error(error))
 
 
-def _train(trainer: Trainer, run_dir: Path, name: str) -> int:
+def _train(trainer: Trainer, run_dir: Path, name: str, signals: Signals) -> int:
     prepare_run_directory(run_dir)
-    signals = Signals(signal.SIGINT, signal.SIGTERM)
     display = Display(sys.stderr, 1, trainer.config.steps)
-    with signals, RunDirectory(run_dir, log_every=trainer.config.log_every) as records:
+    with RunDirectory(run_dir, log_every=trainer.config.log_every) as records:
         records.write_config(to_toml(trainer.config))
         about = {"versions": versions(), "start_time": time.time(), "recipe": name, "workers": 1, "pid": os.getpid()}
-        records.write_job({"address": None, **about})
+        records.write_job({"address": None, "steps": trainer.config.steps, **about})
         records.event("job_started", recipe=name, trainer=type(trainer).__name__, workers=1)
         records.event("worker_started", **ME._asdict(), pid=os.getpid(), host=socket.gethostname())
         display.start()
         try:
-            ended = _summarized(trainer, _Process(records, display, signals), run_dir)
+            outside = _Process(records, display, signals, trainer.config.faults.max_step_failures)
+            ended = _summarized(trainer, outside, run_dir)
         finally:
             display.stop()
         records.event("end", status=ended["status"], exit_code=ended["exit_code"])
@@ -154,16 +180,17 @@ def _summarized(trainer: Trainer, outside: _Process, run_dir: Path) -> dict[str,
     try:
         result = fit_alone(trainer, outside)
     except UserCodeError as error:
-        return {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
+        return {"status": "failed", "exit_code": error.exit_code, **_failure(str(error))}
     except InterruptedByUser as error:
         return {"status": "stopped", "exit_code": error.exit_code, "message": str(error)}
     except Exception:  # the model, the optimizer or the first trace of the loss
         outside.failed(0, fatal=True, startup=True, traceback=traceback.format_exc())
-        return {"status": "failed", "exit_code": UserCodeError.exit_code, "message": traceback.format_exc()}
+        return {"status": "failed", "exit_code": UserCodeError.exit_code, **_failure(traceback.format_exc())}
     state = result.state
     write_params(run_dir, state)
     return {
         "status": result.status,
+        "message": "done" if result.status == "done" else "stopped after a commit",
         "exit_code": 0 if result.status == "done" else InterruptedByUser.exit_code,
         "step": state.step,
         "samples": state.samples,
@@ -171,3 +198,7 @@ def _summarized(trainer: Trainer, outside: _Process, run_dir: Path) -> dict[str,
         "state_sha256": state_sha256(state),
         "metrics": result.metrics,
     }
+
+
+def _failure(trace: str) -> dict[str, str]:
+    return {"message": f"the recipe's own code failed: {last_error(trace)}", "traceback": trace}

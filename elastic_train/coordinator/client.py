@@ -45,6 +45,7 @@ class Link:
       stop_requested: why all should agree on a stop after a commit; None while nobody asks.
       stopped_now: set when the coordinator says that all is over.
       on_abort: called with a dead node id, at once, in the reading thread. Must not block.
+      on_stopped_now: called when `stopped_now` is set. Must not block.
       on_evict: called with the reason when this worker is to exit: what it holds is out of date.
       on_lost: called with the reason when the connection broke before `close` and before `stopped_now`.
     """
@@ -56,6 +57,7 @@ class Link:
         self.stop_requested: str | None = None
         self.stopped_now = threading.Event()
         self.on_abort: Callable[[int], None] = _ignore
+        self.on_stopped_now: Callable[[str], None] = _ignore
         self.on_evict: Callable[[str], None] = _ignore
         self.on_lost: Callable[[str], None] = _ignore
         self._address = address
@@ -254,6 +256,8 @@ class Link:
             self._changed.notify_all()
         if kind == "abort":
             self.on_abort(message.abort.node)
+        elif kind == "stop" and message.stop.now:
+            self.on_stopped_now(message.stop.reason)
         elif kind == "evict":
             self.on_evict(message.evict.reason)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -33,6 +34,9 @@ CLOSE_GRACE_S = 1.0
 
 EXIT_REPORT_S = 1.0
 """How long an agent may take to report the exit of a worker whose connection broke, before the worker is killed."""
+
+ORDERLY_END_S = 3.0
+"""How long workers that were told that all is done may take to exit by themselves, before their agent ends them."""
 
 Apply = Callable[[Roster, r.Event], tuple[Roster, Iterable[r.Action]]]
 OnEnd = Callable[[r.End, Mapping[int, control_pb2.Finished]], None]
@@ -87,6 +91,8 @@ class Coordinator:
         self._deserted = threading.Event()
         self._deserted.set()
         self._exited: set[int] = set()
+        self._keepalive_s = faults.keepalive_s
+        self._ending: set[int] = set()
         self._reports = Reports()
         self._commits = Commits(self._loop, records, self._acknowledge, self._show_lost_records)
         self._finished: dict[int, control_pb2.Finished] = {}
@@ -181,7 +187,9 @@ class Coordinator:
         """A mistake in here or a full disk: the roster may be wrong, so the job ends."""
         self._failed = True
         trace = "".join(traceback.format_exception(error))
-        self._finish_job(r.End(1, "failed", f"the coordinator failed:\n{trace}"))
+        if self._on_note is not None:
+            self._on_note(trace)
+        self._finish_job(r.End(1, "failed", "the coordinator failed", trace))
 
     def _raise(self, error: BaseException) -> None:
         raise error
@@ -259,10 +267,15 @@ class Coordinator:
             self._on_note(show)
 
     def _finish_job(self, end: r.End) -> None:
-        """Writes the end and lets the agents go. A second End changes nothing."""
+        """Writes the end and lets the agents go. A second End changes nothing.
+
+        If all have finished, workers exit by themselves now. In any other case their agents end them.
+        """
         if self._end is not None:
             return
         self._end = end
+        if not self._failed and all(member.finished for member in self.roster.members):
+            self._ending = {worker.identity.node for worker in self.roster.living} - self._exited
         try:
             self._records.event("end", status=end.status, exit_code=end.exit_code, message=end.message)
             if self._on_end is not None:
@@ -271,13 +284,21 @@ class Coordinator:
             self._end = r.End(
                 end.exit_code or 1,
                 "failed",
-                f"{end.message}\nThe end could not be written down:\n{traceback.format_exc()}",
+                f"{end.message}; the end could not be written down",
+                traceback.format_exc(),
             )
         finally:
-            shutdown = control_pb2.Shutdown(exit_code=self._end.exit_code, reason=self._end.message)
-            for stream in self._agents.values():
-                stream.send(control_pb2.ToAgent(shutdown=shutdown))
+            if self._ending:
+                self._loop.after("shutdown", ORDERLY_END_S, partial(self._shut_down, self._end))
+            else:
+                self._shut_down(self._end)
             self._ended.set()
+
+    def _shut_down(self, end: r.End) -> None:
+        self._loop.cancel("shutdown")
+        shutdown = control_pb2.Shutdown(exit_code=end.exit_code, reason=end.message)
+        for stream in self._agents.values():
+            stream.send(control_pb2.ToAgent(shutdown=shutdown))
 
     def _see_who_is_left(self) -> None:
         if not self._workers and not self._agents:
@@ -328,9 +349,17 @@ class Coordinator:
         self._see_who_is_left()
         # A process that ends loses its connection just before its agent reports the exit, which says more.
         limit_s = EXIT_REPORT_S if broken else LEAVE_TIMEOUT_S
-        how = "broke or stopped answering, and its exit was not reported" if broken else "was closed without an exit"
-        silent = partial(self._silent, identity, f"its control connection {how} within {limit_s:g} s")
-        self._loop.after(f"leave {identity.node}", limit_s, silent)
+        reason = self._how_lost(stream, broken) + f", and no exit was reported within {limit_s:g} s"
+        self._loop.after(f"leave {identity.node}", limit_s, partial(self._silent, identity, reason))
+
+    def _how_lost(self, stream: Stream, broken: bool) -> str:
+        """gRPC does not say why a connection broke, but keepalive takes this long, and other causes rarely do."""
+        if not broken:
+            return "its control connection was closed"
+        quiet_s = time.monotonic() - stream.heard
+        if quiet_s > 1.9 * self._keepalive_s:
+            return f"no answer for {quiet_s:.0f} s (faults.keepalive_s = {self._keepalive_s:g})"
+        return "its control connection broke"
 
     def _silent(self, identity: Identity, reason: str) -> None:
         if identity.node not in self._exited:
@@ -420,6 +449,10 @@ class Coordinator:
                     # The roster is at rest. That a worker is gone is still worth a line.
                     about = {"exit_code": exited.exit_code, "reported_time": exited.time}
                     self._records.event("worker_exited", **identity._asdict(), **about)
+                    if identity.node in self._ending:
+                        self._ending.remove(identity.node)
+                        if not self._ending:
+                            self._shut_down(self._end)
                     return
                 event = r.Exited(identity, exited.exit_code, exited.traceback)
                 self._apply(event, reported_time=exited.time)

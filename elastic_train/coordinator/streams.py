@@ -10,6 +10,7 @@ import hmac
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
@@ -29,12 +30,18 @@ HALF_CLOSE_S = 0.02
 
 
 class Stream:
-    """One open connection. `send` and `close` may be called from any thread and never block."""
+    """One open connection. `send` and `close` may be called from any thread and never block.
+
+    Attributes:
+      broken: set when the connection is gone without having been closed in order.
+      heard: when the newest message arrived, in seconds of the monotonic clock.
+    """
 
     def __init__(self, context: grpc.ServicerContext) -> None:
         self._context = context
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self.broken = threading.Event()
+        self.heard = time.monotonic()
         if not context.add_callback(self._terminated):
             self._terminated()
 
@@ -102,6 +109,7 @@ class _Servicer(control_pb2_grpc.ControlServicer):
         def read() -> None:
             try:
                 for message in requests:
+                    stream.heard = time.monotonic()
                     message_arrived(stream, message)
                 broken = stream.broken.wait(HALF_CLOSE_S)
             except grpc.RpcError:  # gRPC's way to say that the connection is gone

@@ -58,8 +58,8 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-        records = stack.enter_context(RunDirectory(run_dir, log_every=checked.log_every))
         display = Display(sys.stderr, workers, checked.steps)
+        records = stack.enter_context(RunDirectory(run_dir, log_every=checked.log_every, on_note=display.note))
         display.start()
         stack.callback(display.stop)
         if platform == "cuda" and (note := shards_note(checked.shards, workers)):
@@ -86,6 +86,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
                 "start_time": time.time(),
                 "recipe": options.recipe,
                 "workers": workers,
+                "steps": checked.steps,
                 "pid": os.getpid(),
             }
         )
@@ -98,7 +99,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         end = _watch(coordinator, agent, display, signals)
         if agent is not None:
             agent.wait(END_LIMIT_S)
-    print(format_summary(job.summary, run_dir) if job.summary is not None else end.message, flush=True)
+    print(format_summary(job.summary, run_dir) if job.summary else f"{end.message}\n{end.traceback}", flush=True)
     return end.exit_code
 
 
@@ -122,15 +123,19 @@ class _JobRecords:
         self._records.event(name, **fields)
 
     def commit(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        return self._show(self._records.commit(record))
+        written = self._records.commit(record)
+        # A step that is taken again is shown, too, although it is not written again.
+        self._show(written or ([record] if self._records.newest is record else []))
+        return written
 
     def skip_gap(self) -> list[Mapping[str, Any]]:
-        return self._show(self._records.skip_gap())
-
-    def _show(self, written: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        for record in written:
-            self._display.update({**record, "time_lost_s": self._records.time_lost_s})
+        written = self._records.skip_gap()
+        self._show(written)
         return written
+
+    def _show(self, records: list[Mapping[str, Any]]) -> None:
+        for record in records:
+            self._display.update({**record, "time_lost_s": self._records.time_lost_s})
 
     def end(self, end: End, finished: Mapping[int, control_pb2.Finished]) -> None:
         """Writes the summary. The final state is that of the lowest slot among those that went furthest."""
@@ -138,6 +143,7 @@ class _JobRecords:
             "status": end.status,
             "exit_code": end.exit_code,
             "message": end.message,
+            "traceback": end.traceback,
             "versions": versions(),
         }
         orderly = [report for _, report in sorted(finished.items()) if report.status != "failed"]
@@ -187,7 +193,6 @@ def _watch(coordinator: Coordinator, agent: Agent | None, display: Display, sign
             if number == signal.SIGUSR1 and agent is not None:
                 agent.forward(signal.SIGUSR1)
             elif signals.num_stops == 1:
-                display.note("Stopping after the next commit. Once more stops at once.")
                 coordinator.ask_stop(False, f"{number.name} at the job's process")
             elif signals.num_stops == 2:
                 coordinator.ask_stop(True, f"a second signal, {number.name}, at the job's process")

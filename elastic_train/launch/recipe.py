@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 BUILT_IN = "recipes"
 """The package whose recipes may be named without it."""
 
+NO_RECIPES = frozenset({"demo"})
+"""Its modules that define no trainer."""
+
 
 def load_recipe(spec: str) -> type[Trainer]:
     """The trainer class that `spec` means.
@@ -177,7 +180,8 @@ def _refuse_abstract(trainer: type, place: str) -> NoReturn:
 def _suggest(name: str) -> str:
     if _find(BUILT_IN) is None:
         return ""
-    known = sorted(module.name for module in pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__))
+    names = (module.name for module in pkgutil.iter_modules(importlib.import_module(BUILT_IN).__path__))
+    known = sorted(name for name in names if name not in NO_RECIPES)
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{hint} Recipes that come along: {', '.join(known)}" if known else hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 from types import FrameType, TracebackType
@@ -14,12 +15,18 @@ POLL_S = 0.1
 class Signals:
     """While entered, collects the given signals instead of letting them act. For the main thread only.
 
+    Args:
+      numbers: what to collect.
+      last: so many SIGINT and SIGTERM end the process at once with exit code 130, whatever it does; 0 for never.
+
     Attributes:
       num_stops: how many SIGINT and SIGTERM `wait` has returned.
     """
 
-    def __init__(self, *numbers: signal.Signals) -> None:
+    def __init__(self, *numbers: signal.Signals, last: int = 0) -> None:
         self._numbers = numbers
+        self._last = last
+        self._stops_left = last
         self._before: dict[signal.Signals, Any] = {}
         # A handler may interrupt `get` on this queue: SimpleQueue allows that, Queue would block for ever.
         self._came: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
@@ -46,3 +53,9 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came.put(signal.Signals(number))
+        if self._last and number in (signal.SIGINT, signal.SIGTERM):
+            self._stops_left -= 1
+            if self._stops_left == 0:
+                # Not an exception: where a callback of the garbage collector is interrupted, it would be ignored.
+                os.write(2, b"stopped at once, without a summary\n")
+                os._exit(130)

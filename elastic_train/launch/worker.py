@@ -37,6 +37,7 @@ def main() -> NoReturn:
     link = Link(job.coordinator, job.secret, settings.identity, job.keepalive_s)
     link.on_evict = lambda reason: _leave(EXIT_REJOIN, f"evicted: {reason}")
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
+    link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
     try:
         training = _prepare(link, settings)
     except (Exception, SystemExit, KeyboardInterrupt):  # SIGINT is ignored here: all of it is user code
@@ -46,6 +47,7 @@ def main() -> NoReturn:
         _leave(EXIT_USER_CODE, "could not start")
     from elastic_train.member import run_member
 
+    link.on_stopped_now = lambda reason: None  # from here on somebody waits for `stopped_now`
     exit_code = run_member(training, link, settings.identity, settings.job.run_dir)
     jax_private.disconnect_worker()
     link.close()

@@ -9,7 +9,7 @@ death.
 from __future__ import annotations
 
 from elastic_train.membership.group import Identity, View
-from elastic_train.membership.roster_deaths import bury, exited, failed, first_traceback
+from elastic_train.membership.roster_deaths import bury, exited, failed, with_first_traceback
 from elastic_train.membership.roster_events import (
     Abort,
     Action,
@@ -294,7 +294,8 @@ def _note_view(turn: Turn, step: int, came: tuple[int, ...], left: tuple[int, ..
     view = turn.roster.view
     slots = tuple(member.slot for member in view.members)
     about = {"epoch": view.epoch, "members": slots, "nodes": view.nodes, "came": came, "left": left}
-    turn.emit(Note("view_changed", {**about, "step": step}))
+    show = f"going on after step {step} without {name_slots(left)}" if left else ""
+    turn.emit(Note("view_changed", {**about, "step": step}, show))
 
 
 # The floor, timers, the end -------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ def _floor_over(turn: Turn) -> None:
         f"gave up: fewer than {limits.min_workers} members (min_workers) for {limits.floor_timeout_s:g} s "
         f"(faults.floor_timeout_s); missing: {name_slots(missing)}."
     )
-    turn.end(4, "gave_up", message + first_traceback(roster))
+    turn.end(4, "gave_up", *with_first_traceback(roster, message))
 
 
 def _too_long(turn: Turn, kind: str, slot: int, incarnation: int) -> None:
@@ -377,11 +378,16 @@ def _too_long(turn: Turn, kind: str, slot: int, incarnation: int) -> None:
 
 def _stop_asked(turn: Turn, event: StopAsked) -> None:
     members = turn.roster.members
-    if event.now or turn.roster.stopping or not members:
-        turn.end(130, "stopped", f"stopped at once: {event.reason}")
+    if not members:
+        when = "while no worker was a member" if turn.roster.view.epoch else "before training began"
+        turn.end(130, "stopped", f"stopped {when}: {event.reason}")
+        return
+    if event.now or turn.roster.stopping:
+        turn.end(130, "stopped", f"stopped at once, not after a commit: {event.reason}")
         return
     turn.set(stopping=True)
-    turn.note("stop_asked", f"stopping after a commit: {event.reason}", reason=event.reason)
+    show = f"stopping after the next commit ({event.reason}); once more stops at once"
+    turn.note("stop_asked", show, reason=event.reason)
     turn.emit(AskStop(nodes_of(members), now=False, reason=event.reason))
     if turn.roster.ready:
         turn.announce()
@@ -394,7 +400,7 @@ def _finished(turn: Turn, worker: Worker, event: Finished) -> None:
         return
     if event.status == "failed":
         message = f"the user's code failed on every worker at step {worker.step + 1}."
-        turn.end(3, "failed", message + first_traceback(turn.roster))
+        turn.end(3, "failed", *with_first_traceback(turn.roster, message))
     elif not turn.roster.finishing:
         turn.set(finishing=event.status)
         if turn.roster.ready:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from elastic_train.errors import EXIT_USER_CODE, last_error
 from elastic_train.membership.roster_events import Abort, Exited, Failed, SetTimer, Tombstone
 from elastic_train.membership.roster_state import Roster, Slot, Turn, Worker, WorkerState, nodes_of, title
+
+STARTUP_RESTART_S = 5.0
+"""How long a worker is not started again whose code raised before anyone was ever ready: others may soon, too."""
 
 
 def exited(turn: Turn, worker: Worker, event: Exited) -> None:
     """A process is gone: declares it dead, then plans the next start of its slot."""
     slot = worker.identity.slot
-    _remember(turn, slot, event.traceback)
+    reason = f"exit code {event.exit_code}"
+    if event.exit_code == EXIT_USER_CODE:
+        reason += ", because its code raised"
     turn.set_slot(slot, exit_code=event.exit_code)
-    bury(turn, (worker,), event.exit_code, f"exit code {event.exit_code}")
+    bury(turn, (worker,), event.exit_code, reason, _news_of(turn, slot, event.traceback))
     _restart_later(turn, slot)
 
 
-def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: str) -> None:
-    """Declares workers dead.
+def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: str, traceback: str = "") -> None:
+    """Declares workers dead. `traceback` is shown, if there is any.
 
     All tombstones come before any abort: a member that is thrown out of a collective must find the barrier
     already without the dead.
@@ -33,7 +39,8 @@ def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: st
     if any(worker.state is WorkerState.READY for worker in dead):
         turn.announce()
     for worker in dead:
-        show = f"{title(worker.identity)} died at step {worker.step} ({worker.state}): {reason}"
+        # The worker's own last report is older than its last commit; the members say after which step they go on.
+        show = f"{title(worker.identity)} died ({worker.state}): {reason}" + (f"\n{traceback}" if traceback else "")
         about = {"exit_code": exit_code, "reason": reason, "step": worker.step, "state": str(worker.state)}
         turn.note("worker_died", show, **worker.identity._asdict(), **about)
     if had_members and not members:
@@ -56,6 +63,8 @@ def _restart_later(turn: Turn, number: int) -> None:
     # The exponent is bounded before the delay is, so that a large budget cannot overflow a float.
     backoff_s = limits.first_backoff_s * 2.0 ** min(failures - 2, 64)
     delay_s = 0.0 if failures == 1 else min(backoff_s, limits.max_backoff_s)
+    if roster.slots[number].startup_failed and not roster.ever_ready:
+        delay_s = max(delay_s, STARTUP_RESTART_S)
     turn.emit(SetTimer(f"restart/{number}", delay_s))
     turn.note("restart_scheduled", slot=number, failures=failures, delay_s=delay_s)
 
@@ -77,14 +86,14 @@ def _give_up(turn: Turn, number: int) -> None:
         + "; ".join(f"slot {n}: last exit code {code}" for n, code in codes.items())
         + f". Each was started again {limits.max_restarts} times in a row (faults.max_restarts)."
     )
-    turn.end(4, "gave_up", message + first_traceback(turn.roster))
+    turn.end(4, "gave_up", *with_first_traceback(turn.roster, message))
 
 
 def failed(turn: Turn, event: Failed) -> None:
     """User code raised. If it did on every slot before anyone was ever ready, more starts would not help."""
     number = event.identity.slot
-    where = "while starting" if event.startup else f"after step {event.step}"
-    text = event.traceback if _remember(turn, number, event.traceback) else event.traceback.rstrip().rpartition("\n")[2]
+    where = "while starting" if event.startup else f"at step {event.step + 1}"
+    text = _news_of(turn, number, event.traceback) or f"again {last_error(event.traceback)}"
     about = {"step": event.step, "fatal": event.fatal, "startup": event.startup, "traceback": event.traceback}
     show = f"{title(event.identity)}: user code raised {where}:\n{text}"
     turn.note("user_code_failed", show, **event.identity._asdict(), **about)
@@ -93,21 +102,27 @@ def failed(turn: Turn, event: Failed) -> None:
     turn.set_slot(number, startup_failed=True)
     if all(slot.startup_failed for slot in turn.roster.slots.values() if slot.starts):
         message = "the user's code failed on every worker before training began."
-        turn.end(3, "failed", message + first_traceback(turn.roster))
+        turn.end(3, "failed", *with_first_traceback(turn.roster, message))
 
 
-def _remember(turn: Turn, number: int, traceback: str) -> bool:
-    """Keeps the first traceback of each slot. Returns whether this is it."""
-    if not traceback or turn.roster.slots.get(number, Slot()).traceback:
-        return False
+def _news_of(turn: Turn, number: int, traceback: str) -> str:
+    """Keeps the first traceback of each slot. Returns what is new in it: nothing, if it is not the slot's first; one
+    line, if another slot met the same error."""
+    slots = turn.roster.slots
+    if not traceback or slots.get(number, Slot()).traceback:
+        return ""
+    error = last_error(traceback)
+    same = (n for n, slot in sorted(slots.items()) if slot.traceback and last_error(slot.traceback) == error)
+    first = next(same, None)
     turn.set_slot(number, traceback=traceback)
     if turn.roster.first_failed is None:
         turn.set(first_failed=number)
-    return True
+    return traceback.rstrip() if first is None else f"as on slot {first}: {error}"
 
 
-def first_traceback(roster: Roster) -> str:
-    """The end of a message about a job that failed."""
+def with_first_traceback(roster: Roster, message: str) -> tuple[str, str]:
+    """The message of an End, and the traceback that belongs to it."""
     if roster.first_failed is None:
-        return " No worker has left a traceback; see the logs."
-    return f" First traceback, of slot {roster.first_failed}:\n{roster.slots[roster.first_failed].traceback}"
+        return f"{message} No worker has left a traceback; see the logs.", ""
+    traceback = roster.slots[roster.first_failed].traceback
+    return f"{message} The first error, on slot {roster.first_failed}: {last_error(traceback)}", traceback

@@ -193,7 +193,8 @@ class End:
 
     exit_code: int
     status: str  # "done", "stopped", "failed", "gave_up"
-    message: str
+    message: str  # one sentence
+    traceback: str = ""  # the first one of the user's code, where the job failed
 
 
 @dataclass(frozen=True)

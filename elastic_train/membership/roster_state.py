@@ -143,8 +143,8 @@ class Turn:
     def note(self, event: str, show: str = "", **fields: object) -> None:
         self.emit(Note(event, fields, show))
 
-    def end(self, exit_code: int, status: str, message: str) -> None:
-        self.emit(End(exit_code, status, message))
+    def end(self, exit_code: int, status: str, message: str, traceback: str = "") -> None:
+        self.emit(End(exit_code, status, message, traceback))
         self.set(ended=True)
 
     def set(self, **changes: object) -> None:

@@ -184,7 +184,8 @@ class LocalProgram:
             loss, metrics = (
                 result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
             )
-            means = {name: _weighted(f"metric {name!r}", x, weight) for name, x in {**metrics, "loss": loss}.items()}
+            means = {name: _weighted(f"loss(), metric {name!r}", x, weight) for name, x in metrics.items()}
+            means["loss"] = _weighted("loss()", loss, weight)
             after = nnx.to_pure_dict(_parts(model)[3])
             return means["loss"].value, (means, after)
 
@@ -220,7 +221,7 @@ class LocalProgram:
         model = self._model(params, model_state, None)
         model.eval()
         metrics = self._trainer.evaluate(model, batch)
-        return {name: _weighted(f"metric {name!r}", x, weight) for name, x in metrics.items()}
+        return {name: _weighted(f"evaluate(), metric {name!r}", x, weight) for name, x in metrics.items()}
 
 
 def _parts(model: nnx.Module) -> tuple[Any, Any, Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Event = Mapping[str, Any]
@@ -24,7 +24,9 @@ class Fault:
         "raised" (user code raised, the step was tried again, nobody died).
       slot: whose.
       step: the completed steps of the members at that time; the last step known of a worker that was no member.
-      began: Unix time at which the agent saw the exit, or the raise was noted.
+      began: Unix time at which the agent saw the exit, or the raise was noted. Nobody sees when a worker falls
+        silent; for one that did, it is the time of the last commit before, and a median step more.
+      cause: "raised" if a worker exited because its code kept raising, else None.
       detect_s: from `began` until the members were told, or until it was noted where there was nobody to tell.
       rebuild_s: how long it took to compile and connect the next members' programs.
       heal_s: how long it took until all of them had the state.
@@ -40,6 +42,7 @@ class Fault:
     rebuild_s: float | None = None
     heal_s: float | None = None
     ended: float | None = None
+    cause: str | None = None
 
     @property
     def total_s(self) -> float | None:
@@ -48,7 +51,8 @@ class Fault:
     def as_json(self) -> dict[str, Any]:
         """As in summary.json."""
         times = {"detect_s": self.detect_s, "rebuild_s": self.rebuild_s, "heal_s": self.heal_s}
-        return {"kind": self.kind, "slot": self.slot, "step": self.step, **times, "total_s": self.total_s}
+        about = {"kind": self.kind, "slot": self.slot, "step": self.step, "cause": self.cause}
+        return {**about, **times, "total_s": self.total_s}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Rejoin:
         median step, which would have been taken anyway.
       start_to_member_s: from the start of its process to that step.
       ended: Unix time of that step.
+      incarnation: which start of its slot this was; None if its start is not among the events.
     """
 
     slot: int
@@ -69,6 +74,7 @@ class Rejoin:
     stall_s: float
     start_to_member_s: float | None
     ended: float
+    incarnation: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """As in summary.json."""
@@ -76,7 +82,9 @@ class Rejoin:
         return {"slot": self.slot, "step": self.step, **times}
 
 
-def find_faults(events: Sequence[Event], commits: Sequence[Event] = ()) -> list[Fault]:
+def find_faults(
+    events: Sequence[Event], commits: Sequence[Event] = (), step_time_s: float | None = None
+) -> list[Fault]:
     """All faults, in the order of the events.
 
     A death is settled by the first recovery of the epoch in which the slot was missing, or of a later one, if
@@ -85,10 +93,12 @@ def find_faults(events: Sequence[Event], commits: Sequence[Event] = ()) -> list[
     Args:
       events: lines of events.jsonl.
       commits: lines of metrics.jsonl; they give a retried step its cost.
+      step_time_s: the median step time.
     """
     departures = _departures(events)
     finished: set[tuple[int, int]] = set()
     silenced: dict[tuple[int, int], float] = {}
+    raising: set[tuple[int, int]] = set()
     deaths: dict[int, list[int]] = {}
     for index, event in enumerate(events):
         if event["event"] == "worker_died":
@@ -102,7 +112,9 @@ def find_faults(events: Sequence[Event], commits: Sequence[Event] = ()) -> list[
             finished.add(_worker(event))
         elif name == "worker_killed":
             silenced.setdefault(_worker(event), event["time"])
-        elif name == "user_code_failed" and not event.get("fatal") and not event.get("startup"):
+        elif name == "user_code_failed" and (event.get("fatal") or event.get("startup")):
+            raising.add(_worker(event))
+        elif name == "user_code_failed":
             faults.append(_raised(event, commits))
         elif name == "worker_died":
             is_member = event.get("state", "member") == "member"
@@ -113,18 +125,22 @@ def find_faults(events: Sequence[Event], commits: Sequence[Event] = ()) -> list[
             was_silenced = moment(event) >= silenced.get(_worker(event), math.inf)
             kind = "stopped" if was_silenced else _kind(event)
             departure = _claim(departures, event["slot"], index, deaths[event["slot"]])
-            faults.append(_death(events, index, kind, departure, is_member))
+            # Neither of a worker that did not answer nor of one whose agent is gone does anybody know since when.
+            is_silent = was_silenced or event.get("exit_code") is None
+            began = _last_sign(events, departure, step_time_s) if is_silent and departure else None
+            fault = _death(events, index, kind, departure, is_member, began)
+            faults.append(replace(fault, cause="raised") if _worker(event) in raising else fault)
     return faults
 
 
 def find_rejoins(events: Sequence[Event], step_time_s: float | None) -> list[Rejoin]:
     """All admissions to a running group. `step_time_s` is the median step time."""
-    started: dict[int, float] = {}
+    started: dict[int, Event] = {}
     changed: dict[int, float] = {}
     rejoins = []
     for event in events:
         if event["event"] == "worker_started":
-            started[event["slot"]] = event["time"]
+            started[event["slot"]] = event
         elif event["event"] == "view_changed":
             changed.setdefault(event["epoch"], moment(event))
         elif event["event"] == "recovered" and event["kind"] != "formed":
@@ -133,8 +149,10 @@ def find_rejoins(events: Sequence[Event], step_time_s: float | None) -> list[Rej
             if event["epoch"] in changed:
                 waited = max(0.0, ended - changed[event["epoch"]] - (step_time_s or 0.0))
             for slot in event["came"]:
-                to_member = ended - started[slot] if slot in started else None
-                rejoins.append(Rejoin(slot, event.get("step"), waited, to_member, ended))
+                start = started.get(slot)
+                to_member = ended - start["time"] if start else None
+                incarnation = start.get("incarnation", 0) if start else None
+                rejoins.append(Rejoin(slot, event.get("step"), waited, to_member, ended, incarnation))
     return rejoins
 
 
@@ -196,9 +214,31 @@ def _claim(departures: Sequence[_Departure], slot: int, index: int, deaths: Sequ
     return None
 
 
-def _death(events: Sequence[Event], index: int, kind: str, departure: _Departure | None, is_member: bool) -> Fault:
+def _recovery(events: Sequence[Event], departure: _Departure) -> Event | None:
+    settling = (event for event in events if event["event"] == "recovered" and event["epoch"] >= departure.epoch)
+    return next(settling, None)
+
+
+def _last_sign(events: Sequence[Event], departure: _Departure, step_time_s: float | None) -> float | None:
+    """When a step should have been committed that was not, because a worker was silent. None if that is unknown."""
+    recovery = _recovery(events, departure)
+    if recovery is None or recovery["kind"] == "formed" or recovery.get("step_time_s") is None:
+        return None
+    return moment(recovery) - recovery["step_time_s"] + (step_time_s or 0.0)
+
+
+def _death(
+    events: Sequence[Event],
+    index: int,
+    kind: str,
+    departure: _Departure | None,
+    is_member: bool,
+    silent_since: float | None,
+) -> Fault:
     event = events[index]
     slot, step, began = event["slot"], event.get("step"), moment(event)
+    if silent_since is not None:
+        began = min(began, silent_since)
     told = (moment(e) for e in events if e["event"] == "abort_sent" and e.get("node") == event.get("node"))
     detect_s = max(0.0, next(told, event["time"]) - began)
     if departure is None and not is_member:
@@ -207,17 +247,15 @@ def _death(events: Sequence[Event], index: int, kind: str, departure: _Departure
         step = departure.step
         if departure.index < index:
             began, detect_s = min(began, departure.time), 0.0
-    for number, recovery in enumerate(events):
-        if recovery["event"] != "recovered":
-            continue
-        if departure:
-            settles = recovery["epoch"] >= departure.epoch
-        else:  # nobody was left to change the view
-            settles = number > index and recovery["kind"] == "formed"
-        if settles:
-            rebuild_s, heal_s = recovery.get("rebuild_s"), recovery.get("heal_s")
-            return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, moment(recovery))
-    return Fault(kind, slot, step, began, detect_s)
+    if departure:
+        recovery = _recovery(events, departure)
+    else:  # nobody was left to change the view
+        later = (e for e in events[index:] if e["event"] == "recovered" and e["kind"] == "formed")
+        recovery = next(later, None)
+    if recovery is None:
+        return Fault(kind, slot, step, began, detect_s)
+    rebuild_s, heal_s = recovery.get("rebuild_s"), recovery.get("heal_s")
+    return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, moment(recovery))
 
 
 def _raised(event: Event, commits: Sequence[Event]) -> Fault:

@@ -90,6 +90,8 @@ class Display:
 
     def _count(self, samples: int) -> None:
         now = self._clock()
+        if self._rates and samples < self._rates[-1][1]:
+            self._rates.clear()  # steps are taken again
         self._rates.append((now, samples))
         while len(self._rates) > 2 and self._rates[1][0] < now - _RATE_WINDOW_S:
             self._rates.popleft()

@@ -27,8 +27,10 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +49,9 @@ IDLE_INTERVAL_S = 5.0
 
 MAX_HELD = 1024
 """How many records wait for a missing one before it is given up."""
+
+STEP_TIMES = 101
+"""From how many steps the median is taken that the cost of a fault is computed with while a job runs."""
 
 _NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "pass_size", "recovered", "evaluation"})
 # What the time lost so far is computed from.
@@ -67,6 +72,18 @@ _COSTLY = frozenset(
 def is_run_directory(path: Path) -> bool:
     """Whether `path` holds a run: finished, running or broken off."""
     return (path / "job.json").is_file() or _has_content(path / "ledger.jsonl")
+
+
+def is_written(path: Path) -> bool:
+    """Whether a process on this host is writing the run directory `path`."""
+    try:
+        with (path / "events.jsonl").open("rb") as events:
+            fcntl.flock(events, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def prepare_run_directory(path: Path) -> None:
@@ -95,6 +112,7 @@ class RunDirectory:
         with an evaluation, and every step that was tried again after user code raised.
       first_step: the step that training starts from; a resumed run passes its checkpoint's.
       clock: gives the Unix time of events.
+      on_note: told in words what a person should know at once: who is a member again, and which steps are taken again.
 
     Raises:
       UsageError: as `prepare_run_directory`, or another process is writing here.
@@ -107,11 +125,13 @@ class RunDirectory:
         log_every: int = 1,
         first_step: int = 0,
         clock: Callable[[], float] = time.time,
+        on_note: Callable[[str], None] | None = None,
     ) -> None:
         prepare_run_directory(path)
         self.path = path
         self._log_every = log_every
         self._clock = clock
+        self._on_note = on_note
         self._lock = threading.RLock()
         try:
             (path / "logs").mkdir(exist_ok=True)
@@ -130,6 +150,8 @@ class RunDirectory:
         self._step = first_step
         # Where training is; less than `_step` while steps that were lost are taken again.
         self._position, self._epoch = first_step, 0
+        self._newest: Mapping[str, Any] = {}
+        self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
         self._flushed_step = first_step
         self._held: dict[int, Mapping[str, Any]] = {}
         self._unlogged: Mapping[str, Any] | None = None
@@ -175,9 +197,26 @@ class RunDirectory:
             if name == "user_code_failed":
                 self._retried.add(fields["step"] + 1)
             if name == "recovered":
-                rejoins = find_rejoins(self._costly_events, None)
-                self._time_lost_s = time_lost(find_faults(self._costly_events), rejoins)
+                self._count_costs(line)
         return line
+
+    def _count_costs(self, recovery: Mapping[str, Any]) -> None:
+        step_time_s = statistics.median(self._step_times) if self._step_times else None
+        rejoins = find_rejoins(self._costly_events, step_time_s)
+        self._time_lost_s = time_lost(find_faults(self._costly_events, (), step_time_s), rejoins)
+        if recovery["kind"] == "formed":
+            return
+        for rejoin in rejoins[len(rejoins) - len(recovery["came"]) :]:
+            start = "" if rejoin.incarnation is None else f" (incarnation {rejoin.incarnation})"
+            again = " again" if rejoin.incarnation else ""
+            self._note(
+                f"worker {rejoin.slot}{start} is a member{again} at step {rejoin.step}; "
+                f"the others waited {rejoin.stall_s:.1f} s"
+            )
+
+    def _note(self, text: str) -> None:
+        if self._on_note is not None:
+            self._on_note(text)
 
     def commit(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Takes the record of one committed step (see above).
@@ -198,7 +237,11 @@ class RunDirectory:
             recovered = record.get("recovered")
             if recovered and recovered["epoch"] not in self._recovered:
                 self._recovered.add(recovered["epoch"])
-                self.event("recovered", **{**recovered, "step": record["step"], "reported_time": record["time"]})
+                # The time of this step began with the last commit of the members that are left.
+                about = {"step": record["step"], "step_time_s": record.get("step_time_s")}
+                self.event("recovered", **{**recovered, **about, "reported_time": record["time"]})
+            elif record.get("step_time_s") is not None:
+                self._step_times.append(record["step_time_s"])
             if record["step"] <= self._step:
                 self._note_repeat(record)
                 return []
@@ -234,6 +277,12 @@ class RunDirectory:
             return self._flushed_step
 
     @property
+    def newest(self) -> Mapping[str, Any]:
+        """The record of the step that training is at. While steps are taken again it is none of those written."""
+        with self._lock:
+            return self._newest
+
+    @property
     def time_lost_s(self) -> float:
         """Seconds lost to faults and rejoins so far; brought up to date at each recovery."""
         with self._lock:
@@ -256,7 +305,11 @@ class RunDirectory:
         with self._lock:
             self._finish_lines()
             events, commits = (read_lines(self.path / f"{name}.jsonl") for name in ("events", "metrics"))
-            summary = summarize(events, commits, {"time": self._clock(), **end})
+            reached: dict[str, Any] = {}
+            if self._position < self._step:  # ended while steps were taken again
+                reached = {"step": self._position, "samples": self._newest["samples"]}
+                reached["metrics"] = {"loss": self._newest["loss"]}
+            summary = summarize(events, commits, {"time": self._clock(), **reached, **end})
             write_atomically(self.path / "summary.json", dump(summary, indent=2) + "\n", 0o644)
         return summary
 
@@ -296,6 +349,7 @@ class RunDirectory:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         self._step = self._position = record["step"]
+        self._newest = record
         self._epoch = record["epoch"]
         passes = record["passes"]
         line = {
@@ -325,9 +379,10 @@ class RunDirectory:
         step, epoch = record["step"], record["epoch"]
         if epoch > self._epoch and step <= self._position:
             self.event("steps_repeated", first_step=step, last_step=self._position, epoch=epoch)
-            self._position = step
-        elif epoch >= self._epoch:
-            self._position = max(self._position, step)
+            self._note(f"steps {step} to {self._position} are trained again: no member that had them is left")
+            self._position, self._newest = step, record
+        elif epoch >= self._epoch and step > self._position:
+            self._position, self._newest = step, record
         self._epoch = max(self._epoch, epoch)
 
     def _flush_regularly(self) -> None:

@@ -6,17 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_STATUS = {
-    "done": "done",
-    "stopped": "stopped on request, after a commit",
-    "failed": "failed",
-    "gave_up": "gave up",
-}
+_STATUS = {"done": "done", "failed": "failed", "gave_up": "gave up"}
 _KINDS = {
     "killed": "was killed",
     "exited": "exited",
     "stopped": "did not answer and was killed",
-    "raised": "raised an exception",
 }
 
 
@@ -28,7 +22,8 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
       run_dir: named as the place of logs and metrics.
     """
     lines = [
-        _line("status", _STATUS.get(summary["status"]) or str(summary["status"])),
+        # Of a stop the message says whether it was after a commit or at once.
+        _line("status", _STATUS.get(summary["status"]) or summary["message"] or summary["status"]),
         _line("steps", f"{summary['step']} ({_count(summary['samples'])} samples)"),
     ]
     if summary["final_loss"] is not None:
@@ -50,26 +45,42 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
         state = f", state {summary['state_sha256'][:12]}" if summary["state_sha256"] else ""
         lines.append(_line("digests", f"parameters {summary['params_sha256'][:12]}{state}"))
     lines.append(_line("files", f"{run_dir} (workers' output in {run_dir / 'logs'})"))
-    if summary["message"] and summary["status"] != "done":
+    if summary["message"] and summary["status"] in ("failed", "gave_up"):
         lines += ["", summary["message"].rstrip()]
+        if summary["traceback"]:
+            lines.append(f"Its traceback is above, and in {run_dir / 'summary.json'}.")
     return "\n".join(lines)
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     if not faults:
         return [_line("faults", "none")]
-    lines = []
-    for fault in faults:
-        # The step is the last one the worker is known to have completed.
-        place = "" if fault["step"] is None else f" after step {fault['step']}"
-        lines.append(_line("fault", f"worker {fault['slot']} {_KINDS[fault['kind']]}{place}: {_cost(fault)}"))
-    return lines
+    # One worker's code may raise several times at one step, and the worker exits because of it.
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for number, fault in enumerate(faults):
+        is_raise = fault["kind"] == "raised" or fault.get("cause") == "raised"
+        key = (fault["slot"], fault["step"]) if is_raise else (number, None, None)
+        groups.setdefault(key, []).append(fault)
+    return [_line("fault", _fault(group)) for group in groups.values()]
+
+
+def _fault(group: Sequence[Mapping[str, Any]]) -> str:
+    """Faults of one worker at one step, in one line."""
+    last = group[-1]
+    place = "" if last["step"] is None else f" after step {last['step']}"
+    if last["kind"] == "raised":
+        times = f" {len(group)} times" if len(group) > 1 else ""
+        longest = max((fault["total_s"] for fault in group if fault["total_s"] is not None), default=None)
+        cost = "" if longest is None else f", {_seconds(longest)} until it committed"
+        return f"worker {last['slot']} raised an exception{place}{times}: the step was tried again{cost}"
+    because = ""
+    if last.get("cause") == "raised":
+        times = f", {len(group)} times in a row" if len(group) > 1 else ""
+        because = f" because its code raised{times}"
+    return f"worker {last['slot']} {_KINDS[last['kind']]}{place}{because}: {_cost(last)}"
 
 
 def _cost(fault: Mapping[str, Any]) -> str:
-    if fault["kind"] == "raised":
-        cost = "" if fault["total_s"] is None else f", {_seconds(fault['total_s'])} until it committed"
-        return f"the step was tried again{cost}"
     if fault["total_s"] is None:
         return "no step was committed afterwards"
     if fault["total_s"] == 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.json_files import read_lines
+from elastic_train.telemetry.records import is_written
 from elastic_train.telemetry.run_files import require_run_directory
 
 DEADLINE_S = 3.0
@@ -16,8 +17,12 @@ DEADLINE_S = 3.0
 
 
 def live_status(run_dir: Path) -> dict[str, Any]:
-    """The state of the job in `run_dir`: `generation`, `epoch`, `step` and `workers`, a list of `slot`,
-    `pid`, `host`, `incarnation`, `state` and `step`. `state` is starting, warming, ready, member or dead.
+    """The state of the job in `run_dir`.
+
+    - `status`: running, done, stopped, failed or gave_up; "broken_off" if it has ended without saying how
+    - `generation`, `epoch`, `step`, `total_steps` (None if unknown), `members` (slots)
+    - `workers`: a list of `slot`, `pid`, `host`, `incarnation`, `state` (starting, warming, ready, member or dead)
+      and `step`
 
     The coordinator is asked. If the job has ended, or nobody answers at its address, the files say what was
     last known, with all workers dead. If it is there but does not answer in time, their last known states.
@@ -28,7 +33,7 @@ def live_status(run_dir: Path) -> dict[str, Any]:
     require_run_directory(run_dir)
     job = _read_job(run_dir)
     if (run_dir / "summary.json").exists() or not job.get("address"):
-        return status_from_files(run_dir)
+        return status_from_files(run_dir, is_alive=not job.get("address") and is_written(run_dir))
     try:
         secret = (run_dir / "secret").read_text(encoding="utf-8")
     except OSError as error:
@@ -48,7 +53,7 @@ def live_status(run_dir: Path) -> dict[str, Any]:
             # Another code than a missed deadline: nobody is at the address, or another program is.
             is_slow = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
             return status_from_files(run_dir, is_alive=is_slow)
-    return json.loads(reply.json)
+    return _completed(json.loads(reply.json), "running", job)
 
 
 def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any]:
@@ -59,11 +64,27 @@ def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any
       is_alive: the job is running; otherwise all workers are dead.
     """
     status = replay(read_lines(run_dir / "events.jsonl"), read_lines(run_dir / "ledger.jsonl"))
-    status["generation"] = _read_job(run_dir).get("generation", 0)
+    job = _read_job(run_dir)
+    status["generation"] = job.get("generation", 0)
     if not is_alive:
         for worker in status["workers"]:
             worker["state"] = "dead"
-    return status
+    return _completed(status, "running" if is_alive else _end(run_dir), job)
+
+
+def _completed(status: dict[str, Any], word: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    members = [worker["slot"] for worker in status["workers"] if worker["state"] == "member"]
+    return {"status": word, **status, "total_steps": job.get("steps"), "members": members}
+
+
+def _end(run_dir: Path) -> str:
+    path = run_dir / "summary.json"
+    if not path.exists():
+        return "broken_off"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["status"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"cannot read {path}: {error!r}; the file was changed") from error
 
 
 def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -110,12 +131,26 @@ def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, An
 
 def format_status(status: Mapping[str, Any]) -> str:
     """A table for people, without a newline at the end."""
-    head = f"step {status['step']}, epoch {status['epoch']}, generation {status['generation']}"
+    total = "" if status["total_steps"] is None else f"/{status['total_steps']}"
+    head = f"{_WORDS.get(status['status'], status['status'])}: step {status['step']}{total}, epoch {status['epoch']}"
+    head += f", generation {status['generation']}"
+    if status["status"] == "running":
+        head += f", {len(status['members'])} of {len(status['workers'])} workers are members"
     columns = ("slot", "state", "step", "incarnation", "pid", "host")
-    rows = [columns, *([str(worker[column]) for column in columns] for worker in status["workers"])]
+    workers = [{**worker, "state": _state_for_people(worker, status)} for worker in status["workers"]]
+    rows = [columns, *([str(worker[column]) for column in columns] for worker in workers)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([head, "", *(line.rstrip() for line in lines)])
+
+
+_WORDS = {"done": "finished", "gave_up": "gave up", "broken_off": "broken off"}
+
+
+def _state_for_people(worker: Mapping[str, Any], status: Mapping[str, Any]) -> str:
+    """Of a job that has ended, who took part to its end is no casualty."""
+    took_part = worker["state"] == "dead" and worker["step"] == status["step"]
+    return "finished" if took_part and status["status"] in ("done", "stopped") else worker["state"]
 
 
 # Agent and worker report over streams of their own, so a state never goes back within one start of a worker.

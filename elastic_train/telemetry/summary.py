@@ -19,20 +19,21 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
       Numerator: that, less the part of `time_lost_s` in it, less a median step for each of `steps_lost`. None
       before the first commit. Start-up and the end are in neither; evaluations and slow steps are in both.
     - `time_lost_s`: the time from each death or raise to the next committed step, and the stalls at rejoins; what
-      overlaps counts once.
+      overlaps counts once. For a worker that fell silent it begins a median step after the last commit before.
 
-    `final_loss` is the training loss of the last step, whether it was logged or not.
+    `final_loss` is the training loss of the last step, whether it was logged or not. `message` is one sentence;
+    `traceback` is the first one of the user's code, if the job failed.
 
     Args:
       events: lines of events.jsonl.
       commits: lines of metrics.jsonl, in the order of their steps.
       end: `status`, `exit_code`, `time`, and where there is a final state also `step`, `samples`,
-        `params_sha256`, `state_sha256`, `versions`, `metrics` (final) and `message`.
+        `params_sha256`, `state_sha256`, `versions`, `metrics` (final), `message` and `traceback`.
     """
     first, last = (commits[0], commits[-1]) if commits else (None, None)
     step_times = [commit["step_time_s"] for commit in commits if commit.get("step_time_s") is not None]
     step_time_s = statistics.median(step_times) if step_times else None
-    faults, rejoins = find_faults(events, commits), find_rejoins(events, step_time_s)
+    faults, rejoins = find_faults(events, commits, step_time_s), find_rejoins(events, step_time_s)
     steps_lost = _steps_lost(events)
     # Without a final state, what the lines say.
     metrics = end.get("metrics") or _last_evaluation(commits)
@@ -41,6 +42,7 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
         "status": end["status"],
         "exit_code": end["exit_code"],
         "message": end.get("message", ""),
+        "traceback": end.get("traceback", ""),
         "step": end.get("step", last["step"] if last else 0),
         "samples": end.get("samples", last["samples"] if last else 0),
         "params_sha256": end.get("params_sha256"),

@@ -114,14 +114,21 @@ def test_many_shards_equal_it_within_rounding(num_shards):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance)
 
 
+@pytest.fixture
+def double_precision():
+    """Not `jax.enable_x64`, which holds for this thread only: some programs are compiled in another one."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 @pytest.mark.parametrize("num_shards", [1, 5, 8])
-def test_in_double_precision_it_equals_it_to_1e_12(num_shards):
-    with jax.enable_x64(True):
-        config = RegressionConfig(shards=num_shards, dtype="float64")
-        ours = fit_alone(Regression(config)).state.params
-        for mine, theirs in zip(leaves(ours), leaves(plain_loop(config)), strict=True):
-            assert mine.dtype == np.float64
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
+def test_in_double_precision_it_equals_it_to_1e_12(num_shards, double_precision):
+    config = RegressionConfig(shards=num_shards, dtype="float64")
+    ours = fit_alone(Regression(config)).state.params
+    for mine, theirs in zip(leaves(ours), leaves(plain_loop(config)), strict=True):
+        assert mine.dtype == np.float64
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
 class Recorder(Nobody):

@@ -314,3 +314,28 @@ def test_a_cut_off_last_line_is_left_out(tmp_path):
     with pytest.raises(UsageError, match=r"lines\.jsonl, line 1: not JSON"):
         read_lines(file)
     assert read_lines(tmp_path / "missing.jsonl") == []
+
+
+def test_what_a_person_should_know_at_once(tmp_path):
+    said: list[str] = []
+    with RunDirectory(tmp_path, on_note=said.append) as run:
+        for step in (1, 2, 3):
+            run.commit(record(step))
+        run.event("worker_started", slot=1, incarnation=1, node=3)
+        run.event("view_changed", epoch=2, members=[0, 1], came=[1], step=3, reported_time=1003.1)
+        recovered = {"epoch": 2, "kind": "admission", "gone": [], "came": [1], "rebuild_s": 0.1, "heal_s": 0.1}
+        run.commit(record(4, epoch=2, recovered=recovered))
+        assert said == ["worker 1 (incarnation 1) is a member again at step 4; the others waited 0.9 s"]
+        run.commit(record(1, epoch=3))
+    assert said[1] == "steps 1 to 4 are trained again: no member that had them is left"
+
+
+def test_a_run_that_ends_while_steps_are_taken_again(tmp_path):
+    with RunDirectory(tmp_path) as run:
+        for step in (1, 2, 3, 4):
+            run.commit(record(step))
+        assert run.newest["step"] == 4
+        again = record(1, epoch=2, loss=7.0)
+        assert run.commit(again) == [] and run.newest is again
+        summary = run.summary({"status": "stopped", "exit_code": 130})
+    assert (summary["step"], summary["samples"], summary["final_loss"]) == (1, 10, 7.0)

@@ -41,6 +41,8 @@ from elastic_train.membership.roster_events import (
 A, B, C = Identity(0, 0, 1), Identity(1, 0, 2), Identity(2, 0, 3)
 """The first starts of slots 0, 1 and 2."""
 
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: no\nwhile reading'
+
 LIMITS = Limits(num_slots=3, max_restarts=3, forgive_after_steps=20, start_grace_s=60.0)
 Kind = TypeVar("Kind")
 
@@ -288,11 +290,16 @@ def test_back_off_doubles_up_to_a_limit_and_the_budget_ends() -> None:
 def test_given_up_slots_end_the_job_below_min_workers() -> None:
     limits = replace(LIMITS, max_restarts=0, min_workers=2)
     roster, _ = play(training(limits), Exited(C, -9, ""))
-    roster, actions = play(roster, Exited(B, 1, "Traceback: boom"))
+    roster, actions = play(roster, Exited(B, 1, TRACEBACK))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (4, "gave_up")
-    for words in ("slot 1: last exit code 1", "slot 2: last exit code -9", "of slot 1:\nTraceback: boom"):
+    for words in (
+        "slot 1: last exit code 1",
+        "slot 2: last exit code -9",
+        "The first error, on slot 1: ValueError: no",
+    ):
         assert words in end.message
+    assert end.traceback == TRACEBACK
     assert apply(roster, Exited(A, 1, "")) == (roster, ())
 
 
@@ -375,7 +382,23 @@ def test_a_bug_at_start_up_ends_the_job_once_every_slot_has_met_it() -> None:
     _, actions = play(roster, failure(A))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (3, "failed")
-    assert "First traceback, of slot 1:\nTraceback of 1" in end.message
+    assert "The first error, on slot 1: Traceback of 1" in end.message and end.traceback == "Traceback of 1"
+
+
+def test_a_worker_whose_code_raised_at_start_up_is_not_started_again_at_once():
+    _, actions = play(started(), failure(B), Exited(B, 13, ""))
+    assert SetTimer("restart/1", 5.0) in actions
+    assert "because its code raised" in notes(actions)["worker_died"].show
+
+
+def test_the_same_error_is_shown_in_full_once():
+    text = TRACEBACK
+    roster, actions = play(started(), failure(B, text=text))
+    assert text in notes(actions)["user_code_failed"].show
+    roster, actions = play(roster, failure(C, text=text))
+    assert notes(actions)["user_code_failed"].show.endswith("while starting:\nas on slot 1: ValueError: no")
+    _, actions = play(roster, Exited(A, 1, text.replace("no", "other")))
+    assert notes(actions)["worker_died"].show.endswith("ValueError: other\nwhile reading")
 
 
 def test_a_failure_counts_even_if_the_exit_and_the_restart_came_first() -> None:
@@ -391,15 +414,17 @@ def test_a_failure_at_start_up_is_a_death_like_others_once_a_worker_was_ready() 
 
 
 def test_failures_in_training_are_shown_and_the_first_is_kept() -> None:
-    roster, actions = play(training(), failure(B, startup=False, text="Traceback\n  line\nValueError: one"))
+    header = "Traceback (most recent call last):\n  line\n"
+    roster, actions = play(training(), failure(B, startup=False, text=header + "ValueError: one"))
     show = notes(actions)["user_code_failed"].show
-    assert "worker 1 (incarnation 0): user code raised after step 4:\nTraceback" in show
-    roster, actions = play(roster, failure(B, startup=False, text="Traceback\n  line\nValueError: two"))
-    assert notes(actions)["user_code_failed"].show.endswith("after step 4:\nValueError: two")
+    assert "worker 1 (incarnation 0): user code raised at step 5:\nTraceback" in show
+    roster, actions = play(roster, failure(B, startup=False, text=header + "ValueError: two"))
+    assert notes(actions)["user_code_failed"].show.endswith("at step 5:\nagain ValueError: two")
     _, actions = play(roster, Finished(A, "failed"))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (3, "failed")
-    assert "ValueError: one" in end.message
+    assert "ValueError: one" in end.message and "\n" not in end.message
+    assert end.traceback == header + "ValueError: one"
 
 
 # Floor ----------------------------------------------------------------------------------------------------
@@ -475,7 +500,9 @@ def test_stop_without_members_or_a_second_time_is_at_once() -> None:
         (play(training(), StopAsked(False, "SIGINT"))[0], StopAsked(False, "SIGINT")),
     ]:
         _, actions = apply(roster, event)
-        assert [(end.exit_code, end.status) for end in those(actions, End)] == [(130, "stopped")]
+        (end,) = those(actions, End)
+        assert (end.exit_code, end.status) == (130, "stopped")
+        assert ("before training began" if roster.view.epoch == 0 else "at once") in end.message
 
 
 def test_all_members_dead_while_stopping_ends_the_job() -> None:

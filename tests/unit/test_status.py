@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import socket
 import threading
@@ -50,7 +51,7 @@ def serving(servicer: control_pb2_grpc.ControlServicer) -> Iterator[str]:
 def fill(path: Path, address: str | None) -> None:
     with RunDirectory(path, clock=lambda: 1.0) as run:
         run.write_secret("word")
-        run.write_job({"address": address, "generation": 0})
+        run.write_job({"address": address, "generation": 0, "steps": 9})
         for slot in (0, 1):
             identity = {"slot": slot, "incarnation": 0, "node": slot + 1}
             run.event("worker_started", pid=100 + slot, **identity)
@@ -84,7 +85,7 @@ def test_the_coordinator_is_asked_with_the_secret(tmp_path):
     servicer = Coordinator()
     with serving(servicer) as address:
         fill(tmp_path, address)
-        assert live_status(tmp_path) == LIVE
+        assert live_status(tmp_path) == LIVE | {"status": "running", "total_steps": 9, "members": []}
     assert servicer.secrets == ["word"]
 
 
@@ -92,9 +93,12 @@ def test_nobody_at_the_address(tmp_path, closed_address):
     fill(tmp_path, closed_address)
     answer = live_status(tmp_path)
     assert answer == {
+        "status": "broken_off",
         "generation": 0,
         "epoch": 1,
         "step": 2,
+        "total_steps": 9,
+        "members": [],
         "workers": [
             {"slot": slot, "pid": 100 + slot, "host": "here", "incarnation": 0, "state": "dead", "step": 2}
             for slot in (0, 1)
@@ -117,8 +121,10 @@ def test_a_job_that_has_ended_is_not_asked(tmp_path):
     servicer = Coordinator()
     with serving(servicer) as address:
         fill(tmp_path, address)
-        (tmp_path / "summary.json").write_text("{}")
-        assert states(live_status(tmp_path)) == ["dead", "dead"]
+        (tmp_path / "summary.json").write_text('{"status": "gave_up"}')
+        answer = live_status(tmp_path)
+    assert states(answer) == ["dead", "dead"]
+    assert (answer["status"], answer["members"]) == ("gave_up", [])
     assert servicer.secrets == []
 
 
@@ -126,6 +132,10 @@ def test_a_run_of_one_plain_process_has_no_coordinator(tmp_path):
     fill(tmp_path, None)
     assert states(live_status(tmp_path)) == ["dead", "dead"]
     assert states(status_from_files(tmp_path, is_alive=True)) == ["member", "member"]
+    with (tmp_path / "events.jsonl").open("a") as events:
+        fcntl.flock(events, fcntl.LOCK_EX)  # as the process does that writes it
+        answer = live_status(tmp_path)
+    assert (answer["status"], answer["members"]) == ("running", [0, 1])
 
 
 def test_no_run_directory(tmp_path):
@@ -190,9 +200,19 @@ def test_replay_follows_a_death_and_a_return():
 
 def test_table():
     worker = {"slot": 0, "pid": 123, "host": "here", "incarnation": 0, "state": "member", "step": 7}
-    assert format_status({**LIVE, "workers": [worker]}).splitlines() == [
-        "step 7, epoch 3, generation 0",
+    status = {**LIVE, "status": "running", "total_steps": 9, "members": [0], "workers": [worker]}
+    assert format_status(status).splitlines() == [
+        "running: step 7/9, epoch 3, generation 0, 1 of 1 workers are members",
         "",
         "slot  state   step  incarnation  pid  host",
         "0     member  7     0            123  here",
     ]
+
+
+def test_workers_of_a_job_that_has_ended_are_no_casualties():
+    worker = {"slot": 0, "pid": 1, "host": "here", "incarnation": 0, "state": "dead", "step": 7}
+    workers = [worker, {**worker, "slot": 1, "step": 5}]
+    text = format_status({**LIVE, "status": "done", "total_steps": 7, "members": [], "workers": workers})
+    head, _, _, first, second = text.splitlines()
+    assert head == "finished: step 7/7, epoch 3, generation 0"
+    assert "finished" in first and "dead" in second

@@ -45,10 +45,10 @@ def commit(step: int, time: float, **fields: Any) -> dict[str, Any]:
     return {"step": step, "samples": step * 10, "loss": 1 / step, "time": time, "step_time_s": 0.5, **fields}
 
 
-def fault(kind: str, slot: int, step: int, *times: float | None) -> dict[str, Any]:
+def fault(kind: str, slot: int, step: int, *times: float | None, cause: str | None = None) -> dict[str, Any]:
     names = ("detect_s", "rebuild_s", "heal_s", "total_s")
     approximate = [None if time is None else pytest.approx(time) for time in times]
-    return {"kind": kind, "slot": slot, "step": step, **dict(zip(names, approximate, strict=True))}
+    return {"kind": kind, "slot": slot, "step": step, "cause": cause, **dict(zip(names, approximate, strict=True))}
 
 
 def faults_of(*events: dict[str, Any], commits: tuple = ()) -> list[dict[str, Any]]:
@@ -140,6 +140,46 @@ def test_all_members_die_and_a_new_group_is_formed():
     ]
     assert [(f["step"], f["total_s"]) for f in faults_of(*events)] == [(4, 30)] * 3
     assert find_rejoins(events, 0.5) == []
+
+
+@pytest.mark.parametrize("exit_code", [-9, None])  # None: its agent is gone
+def test_a_silent_worker_costs_the_time_since_the_last_commit(exit_code):
+    events = [
+        view(90, 1, [0, 1, 2], (0, 1, 2)),
+        *([killed(110, 1)] if exit_code else []),
+        died(110.01, 1, exit_code=exit_code),
+        abort(110.02, 1),
+        view(110.1, 2, [0, 2]),
+        recovered(110.5, 2, gone=[1], step_time_s=11.0),
+    ]
+    (found,) = find_faults(events, (), 0.5)
+    assert found.began == pytest.approx(100)  # the last commit, 99.5, and a step
+    assert (found.detect_s, found.total_s) == (pytest.approx(10.02), pytest.approx(10.5))
+    assert time_lost([found], []) == pytest.approx(10.5)
+
+
+def test_what_made_a_worker_exit():
+    failed = {"event": "user_code_failed", "time": 99, "slot": 1, "step": 4, "traceback": "..."}
+    events = [
+        view(90, 1, [0, 1], (0, 1)),
+        failed,
+        {**failed, "time": 99.5},
+        {**failed, "time": 100, "fatal": True},
+        view(100.1, 2, [0]),
+        died(100.2, 1, exit_code=13),
+        recovered(100.5, 2, gone=[1]),
+    ]
+    assert faults_of(*events)[-1] == fault("exited", 1, 4, 0.0, 0.2, 0.1, 0.4, cause="raised")
+    text = format_summary(summarize(events, [commit(4, 98.5), commit(5, 100.5)], END), Path("r"))
+    (line,) = (line for line in text.splitlines() if line.startswith("fault"))
+    assert line.startswith("fault       worker 1 exited after step 4 because its code raised, 3 times in a row: 0.40 s")
+
+
+def test_a_stop_is_said_in_one_place():
+    for message in ("stopped after a commit", "stopped at once, not after a commit: SIGINT"):
+        end = {**END, "status": "stopped", "message": message}
+        text = format_summary(summarize([], [commit(1, 1.0)], end), Path("r"))
+        assert text.startswith(f"status      {message}\n") and text.count("stopped") == 1
 
 
 def test_kinds():
@@ -256,6 +296,9 @@ def test_a_job_without_a_commit():
     assert summary["final_loss"] is summary["goodput"] is summary["step_time_s"] is None
     text = format_summary(summary, Path("run"))
     assert "failed" in text and text.endswith("\nno")
+    summary = summarize([], [], {"status": "failed", "exit_code": 3, "time": 10.0, "message": "no", "traceback": "T"})
+    assert (summary["message"], summary["traceback"]) == ("no", "T")
+    assert format_summary(summary, Path("run")).endswith("\nno\nIts traceback is above, and in run/summary.json.")
 
 
 def test_steps_lost_and_final_metrics():
