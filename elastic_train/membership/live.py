@@ -165,7 +165,8 @@ class Group:
             try:
                 outcome.extend(self._first_meeting(body))
             except Exception as error:
-                self._await_a_death(error)
+                if len(nodes) > 1:
+                    self._await_a_death(error)
                 raise
             except BaseException as error:
                 # Nobody may wait at the barrier for members that wait for this one in the exchange.
@@ -185,6 +186,8 @@ class Group:
         finally:
             self._in_block.clear()
         votes = [Vote.unpack(row) for row in outcome[1]] if outcome else None
+        if error is not None and len(self.view.members) == 1:
+            raise error  # nobody else can be the reason
         verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes)
         if isinstance(verdict, Fenced):
             leave(f"slot {self.me.slot}: the others go on without this worker (node {self.me.node})")
