@@ -100,14 +100,12 @@ class Sampler:
 
     def sample_ids(self, first_sample: int, count: int) -> NDArray[np.int64]:
         """The samples at `count` positions from `first_sample` on: `int64[count]`."""
-        spans = self._spans(first_sample, count)
+        spans = self.spans(first_sample, count)
         return np.concatenate([self._in_pass(span) for span in spans] or [np.zeros(0, np.int64)])
 
-    def spans(self, first_sample: int) -> list[Span]:
-        """Which pieces of which passes the batch at `first_sample` consists of, in order."""
-        return self._spans(first_sample, self.batch_size)
-
-    def _spans(self, first_sample: int, count: int) -> list[Span]:
+    def spans(self, first_sample: int, count: int | None = None) -> list[Span]:
+        """Which pieces of which passes the batch (or `count` samples) at `first_sample` consists of, in order."""
+        count = self.batch_size if count is None else count
         if first_sample < 0 or count < 0:
             raise ValueError(f"positions begin at 0; got first_sample = {first_sample}, count = {count}")
         spans = []
