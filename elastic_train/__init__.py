@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_train.config import Config as Config
     from elastic_train.config import FaultConfig as FaultConfig
+    from elastic_train.data.grain_source import from_grain as from_grain
     from elastic_train.data.source import ArraySource as ArraySource
     from elastic_train.data.source import DataSource as DataSource
     from elastic_train.data.source import TokenSource as TokenSource
@@ -23,6 +24,7 @@ _HOMES = {
     "ArraySource": "data.source",
     "DataSource": "data.source",
     "TokenSource": "data.source",
+    "from_grain": "data.grain_source",
     "main": "plain",
     "TrainState": "state",
     "WeightedSum": "step.local",

@@ -64,17 +64,20 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
     outside = outside or Nobody()
     device = jax.local_devices()[0]
     recipe = Recipe(trainer, device)
-    group = Group(
-        ME,
-        {ME.node: device},
-        recipe.local.specs,
-        trainer.config.shards,
-        outside,
-        trainer.config.faults,
-        None,
-        lambda devices: Alone(),
-    )
-    return Training(recipe, group, outside).run(View(1, (ME,)))
+    try:
+        group = Group(
+            ME,
+            {ME.node: device},
+            recipe.local.specs,
+            trainer.config.shards,
+            outside,
+            trainer.config.faults,
+            None,
+            lambda devices: Alone(),
+        )
+        return Training(recipe, group, outside).run(View(1, (ME,)))
+    finally:
+        recipe.close()
 
 
 class _Process(Nobody):

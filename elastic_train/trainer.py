@@ -202,6 +202,6 @@ class Trainer(abc.ABC):
     def _call(hook: Any) -> str:
         try:
             hook()
-        except Exception:
+        except (Exception, SystemExit):
             return traceback.format_exc()
         return ""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from elastic_train.config import Config
+from elastic_train.config import Config, shards_note
+from elastic_train.data.prefetch import Prefetcher, Shard
 from elastic_train.data.sampler import Sampler
-from elastic_train.data.source import read
+from elastic_train.data.source import DataError, DataSource, read
 from elastic_train.errors import UserCodeError
 from elastic_train.membership.group import (
     VOTE_SIZE,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 MAX_HEALING_ROUNDS = 3
 PAUSE_S = 0.2
+MAX_IDS_SHOWN = 16
 
 
 class Outside(Protocol):
@@ -98,21 +100,65 @@ class Recipe:
     def __init__(self, trainer: Trainer, device: Device) -> None:
         config: Config = trainer.config
         self.trainer, self.config, self.device = trainer, config, device
-        self.source = trainer.train_data()
-        self.sampler = Sampler(len(self.source), config.batch_size, config.shards, config.seed)
-        eval_source = trainer.eval_data()
+        # Sources are opened and read in one and the same thread, evaluation data too: some cannot bear another.
+        self._prefetcher = Prefetcher(self._read_now, config.prefetch, self._describe)
+        try:
+            self._prepare(trainer, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, trainer: Trainer, device: Device) -> None:
+        config = self.config
+        self._source, num_samples = self._prefetcher.call(lambda: _opened(trainer.train_data(), "train_data"))
+        self.sampler = Sampler(num_samples, config.batch_size, config.shards, config.seed)
+        self._eval_source, num_eval = self._prefetcher.call(lambda: _opened(trainer.eval_data(), "eval_data"))
         rows = self.sampler.rows
         batch, _ = self.read(0, 0)
-        eval_batch = read(eval_source, np.arange(rows) % len(eval_source)) if eval_source is not None else None
+        eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
         self.local = LocalProgram(trainer, device, batch, eval_batch)
-        self.evaluator = Evaluator(self.local, eval_source, rows) if eval_source is not None else None
+        self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None
         self.healer = Healer(self.local.initial.arrays, device)
         self.layout = _layout(self.local.initial, config)
 
-    def read(self, samples: int, shard: int) -> tuple[Any, np.ndarray]:
+    def expect(self, state: TrainState, run: range) -> None:
+        """Has the shards `run` of the step after `state` read ahead, and of those that follow up to the last step."""
+        batch_size, left = self.config.batch_size, self.config.steps - state.step
+        ahead = range(min(left, self.config.prefetch + 1))
+        self._prefetcher.expect((state.samples + number * batch_size, run) for number in ahead)
+
+    def read(self, samples: int, shard: int) -> Shard:
         """Samples of one shard of the batch that begins at position `samples`, and their weights."""
+        try:
+            return self._prefetcher.get(samples, shard)
+        except Exception as error:
+            error.add_note(f"while reading {self._describe(samples, shard)}")
+            raise
+
+    def close(self) -> None:
+        """Ends the thread that reads data."""
+        self._prefetcher.close()
+
+    def _read_now(self, samples: int, shard: int) -> Shard:
         ids, weight = self.sampler.shard_ids(samples, shard)
-        return read(self.source, ids), weight
+        return read(self._source, ids), weight
+
+    def _read_eval(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        return self._prefetcher.call(lambda: read(self._eval_source, ids))
+
+    def _describe(self, samples: int, shard: int) -> str:
+        ids, weight = self.sampler.shard_ids(samples, shard)
+        real = ids[weight > 0].tolist()
+        more = f", … ({len(real)} in all)" if len(real) > MAX_IDS_SHOWN else ""
+        named = ", ".join(str(index) for index in real[:MAX_IDS_SHOWN])
+        return f"samples {named}{more} (shard {shard} of the batch at position {samples})"
+
+
+def _opened(source: DataSource | None, method: str) -> tuple[Any, int]:
+    if source is not None and len(source) == 0:
+        hint = "; return None for no evaluation" if method == "eval_data" else ""
+        raise DataError(f"{method}() gave a data source without samples: len(source) is 0{hint}")
+    return source, 0 if source is None else len(source)
 
 
 def write_params(run_dir: Path, state: TrainState) -> None:
@@ -158,7 +204,7 @@ class Training:
         self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
         self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
         self._stepper = Stepper(
-            group, recipe.local, recipe.read, recipe.config.shards, recipe.config.batch_size, self._phase
+            group, recipe.local, recipe, recipe.config.shards, recipe.config.batch_size, self._phase
         )
         self._state = recipe.local.initial
         self._has_state = False
@@ -172,6 +218,9 @@ class Training:
 
     def run(self, view: View) -> Result:
         """Trains to the last step, beginning as a member of `view`."""
+        note = shards_note(self._config.shards, len(view.members))
+        if note and self._recipe.device.platform != "cpu":
+            print(f"elastic_train: {note}", file=sys.stderr, flush=True)
         self._begin(view)
         while self._state.step < self._config.steps:
             if len(self._group.view.members) < self._min_workers:
@@ -362,7 +411,7 @@ class Training:
             "first_sample": before.samples,
             "num_samples": self._state.samples - before.samples,
             "passes": [list(span) for span in self._recipe.sampler.spans(before.samples)],
-            "pass_size": len(self._recipe.source),
+            "pass_size": self._recipe.sampler.num_samples,
             **metrics,
             "learning_rate": self._local.learning_rate(before.step),
             "workers": sorted(member.slot for member in self._group.view.members),

@@ -323,7 +323,7 @@ class Coordinator:
                 view = wire.view_value(changed.view)
                 self._apply(r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason)
             case "progress":
-                self._progress(identity, message.progress)
+                self._progress(stream, identity, message.progress)
             case "failed":
                 failed = message.failed
                 self._apply(r.Failed(identity, failed.step, failed.fatal, failed.startup, failed.traceback))
@@ -365,11 +365,15 @@ class Coordinator:
         if identity.node not in self._exited:
             self._apply(r.Silent(identity, reason))
 
-    def _progress(self, identity: Identity, progress: control_pb2.Progress) -> None:
+    def _progress(self, stream: Stream, identity: Identity, progress: control_pb2.Progress) -> None:
         if self._reports.add(identity, progress.step, progress.phase):
             self._apply(r.Stepped(identity, progress.step))
-        if progress.records:
-            self._commits.add(json.loads(record) for record in progress.records)
+        # The summary is written at the end of the job; what comes later would not agree with it.
+        if progress.records and self._end is None:
+            try:
+                self._commits.add([json.loads(record) for record in progress.records])
+            except (ValueError, KeyError, TypeError) as error:
+                stream.reject(grpc.StatusCode.INVALID_ARGUMENT, f"{identity} sent a record that is none: {error!r}")
 
     def _acknowledge(self, step: int) -> None:
         self._tell(self._workers, control_pb2.ToWorker(ack=control_pb2.Ack(step=step)))

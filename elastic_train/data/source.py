@@ -7,6 +7,7 @@ with `__len__` and `__getitem__` does, grain's random-access sources included.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,8 @@ class DataSource(Protocol):
 
     A sample is a mapping from names to arrays; all samples of one source have the same names, shapes and
     dtypes. Sample `i` must be the same on every worker and at every call: a step that is retried reads again.
+    One thread calls a run's sources, evaluation data included, but it is not the main thread (unless
+    `Config.prefetch` is 0).
 
     A source may also have `batch(ids)`, taking int[rows] and returning the samples stacked along a new first
     dimension. `read` prefers it, because one vectorised look-up is faster than many small ones.
@@ -55,11 +58,15 @@ def read(source: DataSource, ids: Sequence[int] | np.ndarray) -> dict[str, np.nd
         raise DataError(f"ids must be a non-empty list of sample ids; got an array of shape {ids.shape}")
     if isinstance(source, BatchedDataSource):
         return _checked_batch(source, ids)
-    return _stacked([(int(index), _sample(source, int(index))) for index in ids])
+    return _stacked(source, ids)
 
 
 def _sample(source: DataSource, index: int) -> dict[str, np.ndarray]:
-    sample = source[index]
+    try:
+        sample = source[index]
+    except Exception as error:
+        error.add_note(f"while reading sample {index}")
+        raise
     if not isinstance(sample, Mapping) or not sample:
         raise DataError(
             f"sample {index}: expected a non-empty dict of arrays; got {type(sample).__name__}. "
@@ -68,26 +75,34 @@ def _sample(source: DataSource, index: int) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in sample.items()}
 
 
-def _stacked(samples: list[tuple[int, dict[str, np.ndarray]]]) -> dict[str, np.ndarray]:
-    first_id, first = samples[0]
-    for index, sample in samples:
-        if sample.keys() != first.keys():
+def _stacked(source: DataSource, ids: np.ndarray) -> dict[str, np.ndarray]:
+    # Each sample is copied before the next one is read: a source may return the same buffer every time.
+    first_id = int(ids[0])
+    sample = _sample(source, first_id)
+    expected = {name: (value.shape, value.dtype) for name, value in sample.items()}
+    # The type of a result is in this machine's byte order.
+    batch = {name: np.empty((len(ids), *shape), np.result_type(dtype)) for name, (shape, dtype) in expected.items()}
+    for row, index in enumerate(ids.tolist()):
+        sample = sample if row == 0 else _sample(source, index)
+        if sample.keys() != batch.keys():
             raise DataError(
-                f"sample {index} has the entries {sorted(sample)}, sample {first_id} has {sorted(first)}; "
+                f"sample {index} has the entries {sorted(sample)}, sample {first_id} has {sorted(batch)}; "
                 "all samples of a source need the same entries"
             )
-        for name, value in sample.items():
-            if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
+        for name, (shape, dtype) in expected.items():
+            value = sample[name]
+            if (value.shape, value.dtype) != (shape, dtype):
                 raise DataError(
                     f"sample {index}, entry {name!r}: {value.dtype}{list(value.shape)}, but sample "
-                    f"{first_id} has {first[name].dtype}{list(first[name].shape)}; "
-                    "crop, pad or cast samples to one shape"
+                    f"{first_id} has {dtype}{list(shape)}; crop, pad or cast samples to one shape"
                 )
-    return {name: np.stack([sample[name] for _, sample in samples]) for name in first}
+            batch[name][row] = value
+    return batch
 
 
 def _checked_batch(source: BatchedDataSource, ids: np.ndarray) -> dict[str, np.ndarray]:
-    batch = {name: np.asarray(value) for name, value in source.batch(ids).items()}
+    # Copies, for the same reason: this batch may still be on its way to the device when the next one is read.
+    batch = {name: np.array(value) for name, value in source.batch(ids).items()}
     if not batch:
         raise DataError(f"{type(source).__name__}.batch returned no arrays for sample {ids[0]} and following")
     for name, value in batch.items():
@@ -139,6 +154,34 @@ class TokenSource:
 
     Raises DataError if `tokens` is not one row of integers, or shorter than one window.
     """
+
+    @classmethod
+    def from_file(cls, path: str | Path, length: int, dtype: np.typing.DTypeLike) -> TokenSource:
+        """Windows over a file of tokens that is mapped into memory, so that it may be larger than memory.
+
+        Args:
+          path: nothing but the tokens, one after the other, as `array.tofile` writes them; or an `.npy` file
+            of one row.
+          length: tokens of a window; each sample has one more.
+          dtype: of the file, such as `np.uint16`; with a byte order ("<u2") if another machine wrote it.
+
+        Raises:
+          OSError: the file cannot be opened.
+          DataError: it does not hold a whole number of tokens, or too few for one window.
+        """
+        path, dtype = Path(path), np.dtype(dtype)
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+            if tokens.dtype != dtype:
+                raise DataError(f"{path}: holds {tokens.dtype}, not {dtype}; correct the argument `dtype`")
+            return cls(tokens, length)
+        num_bytes = path.stat().st_size
+        if num_bytes == 0 or num_bytes % dtype.itemsize:
+            raise DataError(
+                f"{path}: {num_bytes} bytes are no whole number of tokens of {dtype.itemsize} bytes ({dtype}); "
+                "the file is cut short, or `dtype` is another one"
+            )
+        return cls(np.memmap(path, dtype=dtype, mode="r"), length)
 
     def __init__(self, tokens: np.ndarray, length: int) -> None:
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):

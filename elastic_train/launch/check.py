@@ -44,8 +44,7 @@ class Checked:
       trainer: name of the trainer class.
       config_toml: the resolved config.
       config_digest: its digest; equal on all workers.
-      steps, log_every: from the config.
-      deterministic, faults: from the config.
+      steps, log_every, shards, deterministic, faults: from the config.
     """
 
     trainer: str
@@ -53,6 +52,7 @@ class Checked:
     config_digest: str
     steps: int
     log_every: int
+    shards: int
     deterministic: bool
     faults: FaultConfig
 
@@ -142,6 +142,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         config_digest=config_digest(config),
         steps=config.steps,
         log_every=config.log_every,
+        shards=config.shards,
         deterministic=config.deterministic,
         faults=config.faults,
     )

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from elastic_train.config import FaultConfig
+from elastic_train.config import FaultConfig, shards_note
 from elastic_train.coordinator import control_pb2
 from elastic_train.coordinator.service import Coordinator
 from elastic_train.errors import GaveUpError, InterruptedByUser
@@ -62,6 +62,8 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         records = stack.enter_context(RunDirectory(run_dir, log_every=checked.log_every, on_note=display.note))
         display.start()
         stack.callback(display.stop)
+        if platform == "cuda" and (note := shards_note(checked.shards, workers)):
+            display.note(note)
         job = _JobRecords(records, display)
         records.write_config(checked.config_toml)
         records.write_secret(secret)

@@ -111,7 +111,11 @@ class WorkerProcesses:
             _kill_group(process.pid)
             exit_code = process.wait()
             del self._running[identity]
-        self._on_exit(identity, exit_code, first_traceback(self.log(identity)), ended)
+        try:
+            found = first_traceback(self.log(identity))
+        except OSError:  # removed, or the disk fails: that the worker is gone matters more
+            found = ""
+        self._on_exit(identity, exit_code, found, ended)
         with self._lock:
             del self._waiters[identity]
 

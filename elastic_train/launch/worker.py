@@ -40,7 +40,7 @@ def main() -> NoReturn:
     link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
     try:
         training = _prepare(link, settings)
-    except Exception:
+    except (Exception, SystemExit, KeyboardInterrupt):  # SIGINT is ignored here: all of it is user code
         print(traceback.format_exc(), file=sys.stderr, flush=True)
         link.failed(step=0, fatal=True, startup=True, traceback=traceback.format_exc())
         link.close()

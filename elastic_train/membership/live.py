@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
@@ -165,6 +166,12 @@ class Group:
                 outcome.extend(self._first_meeting(body))
             except Exception as error:
                 self._await_a_death(error)
+                raise
+            except BaseException as error:
+                # Nobody may wait at the barrier for members that wait for this one in the exchange.
+                if len(nodes) > 1:
+                    print(traceback.format_exc(), file=sys.stderr, flush=True)
+                    leave(f"slot {self.me.slot}: {error!r} cannot be voted on")
                 raise
             finally:
                 self._news.phase("barrier", -1)

@@ -204,9 +204,11 @@ def _ready(turn: Turn, worker: Worker) -> None:
 
 
 def _stepped(turn: Turn, worker: Worker, event: Stepped) -> None:
-    first_step = event.step if worker.first_step is None else worker.first_step
+    first_step = worker.first_step
+    if first_step is None and event.step > turn.roster.lost_step:
+        first_step = event.step
     turn.set_worker(worker, step=event.step, first_step=first_step)
-    if event.step - first_step + 1 >= turn.roster.limits.forgive_after_steps:
+    if first_step is not None and event.step - first_step + 1 >= turn.roster.limits.forgive_after_steps:
         turn.set_slot(worker.identity.slot, failures=0)
 
 

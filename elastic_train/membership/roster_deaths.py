@@ -43,6 +43,10 @@ def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: st
         show = f"{title(worker.identity)} died ({worker.state}): {reason}" + (f"\n{traceback}" if traceback else "")
         about = {"exit_code": exit_code, "reason": reason, "step": worker.step, "state": str(worker.state)}
         turn.note("worker_died", show, **worker.identity._asdict(), **about)
+    if had_members and not members:
+        # Code that ends all workers at one step must not earn forgiveness with the steps before it, for ever.
+        reached = max(worker.step for worker in turn.roster.workers.values())
+        turn.set(lost_step=max(turn.roster.lost_step, reached))
     if had_members and not members and not turn.roster.closing:
         show = "all members died: the state in memory is lost, and the run goes on from the start"
         turn.note("group_lost", show, epoch=turn.roster.view.epoch)

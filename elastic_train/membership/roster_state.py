@@ -39,7 +39,7 @@ class Worker:
     pid: int = 0
     host: str = ""
     step: int = 0
-    first_step: int | None = None  # the first step it took part in
+    first_step: int | None = None  # the first new step it took part in; not one that is taken again
     left: bool = False  # the members have gone on without it; its exit is awaited
     finished: str = ""  # the status it reported, empty while it trains
 
@@ -93,6 +93,7 @@ class Roster:
     next_node: int = 1
     ever_ready: bool = False  # some worker has been ready
     grace: bool = False  # the grace timer runs
+    lost_step: int = 0  # how far groups came that died out; steps up to it are taken again
     floor: Floor = Floor.UNWATCHED
     first_failed: int | None = None  # the slot whose traceback came first
     stopping: bool = False  # members were asked to agree on a stop

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import numpy as np
 
+from elastic_train.data.prefetch import Shard
 from elastic_train.membership.group import Commit, Retry, Shrink, Vote
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
@@ -16,8 +18,17 @@ from elastic_train.step.flat import Flats
 from elastic_train.step.local import LocalProgram
 from elastic_train.step.plan import fold, partials, run_of
 
-ReadShard = Callable[[int, int], tuple[Mapping[str, np.ndarray], np.ndarray]]
-"""(samples consumed, shard) -> (samples of this shard, their weights)."""
+
+class Shards(Protocol):
+    """Where a step's samples come from."""
+
+    def expect(self, state: TrainState, run: range) -> None:
+        """Says which shards this member will ask for, in the step after `state` and, for all it knows, later."""
+        ...
+
+    def read(self, samples: int, shard: int) -> Shard:
+        """Samples of one shard of the batch that begins at position `samples`, and their weights."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class Stepper:
     Args:
       group: the members.
       local: this worker's compiled programs.
-      read: gives a shard's samples.
+      data: gives a shard's samples.
       num_shards: V.
       batch_size: samples per step.
       phase: told what is being done, for the display and for whoever looks for a stuck worker.
@@ -53,12 +64,12 @@ class Stepper:
         self,
         group: Group,
         local: LocalProgram,
-        read: ReadShard,
+        data: Shards,
         num_shards: int,
         batch_size: int,
         phase: Callable[[str], None],
     ) -> None:
-        self._group, self._local, self._read = group, local, read
+        self._group, self._local, self._data = group, local, data
         self._num_shards, self._batch_size, self._phase = num_shards, batch_size, phase
 
     def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
@@ -95,6 +106,7 @@ class Stepper:
         if raised:
             return [self._local.zeros()]
         try:
+            self._data.expect(state, run)
             sums = [
                 fold(node, lambda shard: self._shard(state, shard), self._local.add)
                 for node in partials(run.start, run.stop, self._num_shards)
@@ -102,10 +114,15 @@ class Stepper:
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.
             return jax.block_until_ready(sums)
-        except Exception:
+        except (Exception, SystemExit) as error:
+            error.add_note(f"in step {state.step + 1}")
             raised.append(traceback.format_exc())
             return [self._local.zeros()]
 
     def _shard(self, state: TrainState, shard: int) -> Flats:
-        batch = self._local.put(*self._read(state.samples, shard))
-        return self._local.shard_sums(state, batch, shard)
+        batch = self._local.put(*self._data.read(state.samples, shard))
+        try:
+            return self._local.shard_sums(state, batch, shard)
+        except Exception as error:
+            error.add_note(f"in the loss of shard {shard}")
+            raise

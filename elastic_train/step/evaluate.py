@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
-from elastic_train.data.source import DataSource, read
 from elastic_train.membership.group import VOTE_SIZE, Commit, Retry, Shrink, Vote
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
@@ -21,13 +20,20 @@ class Evaluator:
 
     Args:
       local: this worker's compiled programs.
-      source: the evaluation data.
+      read: gives evaluation samples by their ids, stacked.
+      num_samples: how many there are.
       rows: samples per batch; the last batch is padded.
     """
 
-    def __init__(self, local: LocalProgram, source: DataSource, rows: int) -> None:
-        self._local, self._source, self._rows = local, source, rows
-        self.num_batches = -(-len(source) // rows)
+    def __init__(
+        self,
+        local: LocalProgram,
+        read: Callable[[np.ndarray], Mapping[str, np.ndarray]],
+        num_samples: int,
+        rows: int,
+    ) -> None:
+        self._local, self._read, self._num_samples, self._rows = local, read, num_samples, rows
+        self.num_batches = -(-num_samples // rows)
 
     def attempt(self, group: Group, state: TrainState) -> tuple[Commit | Retry | Shrink, dict[str, float], str]:
         """Evaluates once with the current members.
@@ -46,7 +52,7 @@ class Evaluator:
             try:
                 for place, number in enumerate(range(group.rank, self.num_batches, members)):
                     sums[place] = self._batch_sums(state, number)
-            except Exception:
+            except (Exception, SystemExit):
                 raised.append(traceback.format_exc())
             row = Vote(state.step, ok=not raised).pack() + sums.view(np.int32).ravel().tolist()
             rows = Gather(group.meeting, len(row))(row)
@@ -69,5 +75,5 @@ class Evaluator:
     def batch(self, number: int) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
         """Samples of batch `number` and the weights of its rows: 1, or 0 for padding."""
         ids = np.arange(number * self._rows, (number + 1) * self._rows)
-        weight = (ids < len(self._source)).astype(np.float32)
-        return read(self._source, np.minimum(ids, len(self._source) - 1)), weight
+        weight = (ids < self._num_samples).astype(np.float32)
+        return self._read(np.minimum(ids, self._num_samples - 1)), weight

@@ -200,6 +200,15 @@ def test_kill_takes_grandchildren_along(coordinator: FakeCoordinator, agents: Ag
     wait_gone(pid, grandchild)
 
 
+def test_exit_is_reported_without_a_log(coordinator: FakeCoordinator, agents: Agents, tmp_path: Path) -> None:
+    agents("import time; time.sleep(600)")
+    coordinator.start(0)
+    coordinator.report("started")
+    (tmp_path / "0-0.log").unlink()
+    coordinator.kill(0)
+    assert coordinator.report("exited").exit_code == -signal.SIGKILL
+
+
 def test_grandchildren_do_not_outlive_an_exit(coordinator: FakeCoordinator, agents: Agents, tmp_path: Path) -> None:
     agents(PARENT.format(then=""))
     coordinator.start(0)

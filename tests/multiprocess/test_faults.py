@@ -185,6 +185,32 @@ def test_code_that_raises_on_all_workers_ends_the_job_with_the_traceback(tmp_pat
         assert job.processes_left() == []
 
 
+@pytest.mark.parametrize("what", ["exit", "interrupt"])
+def test_exceptions_that_mean_an_exit_do_not_block_the_others(tmp_path, undisturbed, what):
+    with run(tmp_path, fault(1, "data", step=5, what=what)) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+
+
+def test_sys_exit_on_all_workers_ends_the_job_like_any_failure(tmp_path):
+    with run(tmp_path, fault(-1, "data", step=5, what="exit", always=True)) as job:
+        assert job.finish() == 3, job.logs()
+        assert "SystemExit: planned exit" in job.output
+
+
+def test_sys_exit_at_start_on_all_workers_is_not_tried_for_ever(tmp_path):
+    with run(tmp_path, fault(-1, "start", what="exit", always=True, incarnation=-1)) as job:
+        assert job.finish() == 3, job.logs()
+        assert "SystemExit: planned exit" in job.output
+        assert len(job.events("worker_started")) <= 6
+
+
+def test_workers_that_all_die_at_the_same_step_are_given_up(tmp_path):
+    options = ("--set", "faults.max_restarts=1", "faults.forgive_after_steps=5")
+    with run(tmp_path, fault(-1, "data", step=12, what="die", always=True, incarnation=-1), options=options) as job:
+        assert job.finish() == 4, job.logs()
+
+
 def test_code_that_raises_at_start_on_all_workers_is_not_tried_for_ever(tmp_path):
     with run(tmp_path, fault(-1, "start", what="raise", always=True, incarnation=-1)) as job:
         assert job.finish() == 3, job.logs()

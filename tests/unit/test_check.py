@@ -92,8 +92,15 @@ def fake_process(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 
 def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"trainer": "T", "config_digest": "d", "steps": 1, "log_every": 1, "deterministic": False}
-    found["faults"] = {"max_restarts": 4}
+    found = {
+        "trainer": "T",
+        "config_digest": "d",
+        "steps": 1,
+        "log_every": 1,
+        "shards": 8,
+        "deterministic": False,
+        "faults": {"max_restarts": 4},
+    }
     more = "{**found, 'config_toml': '#' * (1 << 18)}"
     fake_process(monkeypatch, f"import json; found = {found}; json.dump({more}, open(answer, 'w'))")
     checked = check(CheckRequest(recipe=recipe, workers=1), os.environ)

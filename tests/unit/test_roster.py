@@ -313,6 +313,19 @@ def test_steps_forgive_earlier_failures() -> None:
     assert SetTimer("restart/2", 0.0) in actions
 
 
+def test_steps_that_are_taken_again_forgive_nothing() -> None:
+    roster, _ = play(training(), *(Stepped(worker, 40) for worker in (A, B, C)))
+    roster, _ = play(roster, *(Exited(worker, 1, "") for worker in (A, B, C)))
+    assert [roster.slots[n].failures for n in range(3)] == [1, 1, 1]
+    roster, _ = play(roster, *(TimerOver(f"restart/{n}") for n in range(3)))
+    again = [roster.workers[n].identity for n in range(3)]
+    roster, _ = play(roster, *(Ready(worker) for worker in again))
+    roster, _ = play(roster, *(Stepped(worker, step) for worker in again for step in (1, 40)))
+    assert [roster.slots[n].failures for n in range(3)] == [1, 1, 1]
+    roster, _ = play(roster, *(Stepped(worker, step) for worker in again for step in (41, 60)))
+    assert [roster.slots[n].failures for n in range(3)] == [0, 0, 0]
+
+
 def test_a_silent_worker_is_killed_before_it_is_declared_dead() -> None:
     roster, actions = play(training(), Silent(B, "keepalive ran out"))
     assert quiet(actions) == [Kill("host", B, "keepalive ran out")]

@@ -115,3 +115,75 @@ def test_the_sources_follow_the_protocol():
 
 def test_the_examples_in_the_docstrings_run():
     assert doctest.testmod(source).failed == 0
+
+
+def test_a_source_may_return_the_same_buffer_every_time():
+    class Buffered:
+        def __init__(self) -> None:
+            self.row = np.zeros(2)
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+            self.row[:] = index
+            return {"x": self.row}
+
+    class BufferedBatch(Buffered):
+        def batch(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+            self.row[:] = ids
+            return {"x": self.row}
+
+    assert read(Buffered(), [3, 1])["x"].tolist() == [[3, 3], [1, 1]]
+    source = BufferedBatch()
+    first, second = read(source, [3, 1]), read(source, [0, 4])
+    assert first["x"].tolist() == [3, 1] and second["x"].tolist() == [0, 4]
+
+
+def test_samples_are_in_this_machines_byte_order():
+    batch = read(Samples({"x": np.arange(3, dtype=">i4")}, {"x": np.arange(3, dtype=">i4")}), [0, 1])
+    assert batch["x"].dtype.isnative and batch["x"].tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.npy"])
+def test_token_source_from_a_file(tmp_path: Path, name: str):
+    tokens, path = np.arange(1000, dtype=np.uint16), tmp_path / name
+    np.save(path, tokens) if name.endswith("npy") else tokens.tofile(path)
+    source = TokenSource.from_file(path, 10, np.uint16)
+    assert len(source) == 99
+    assert read(source, [3, 98])["tokens"].tolist() == [list(range(30, 41)), list(range(980, 991))]
+
+
+def test_a_token_file_that_does_not_fit_is_refused(tmp_path: Path):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(b"123")
+    with pytest.raises(DataError, match=r"3 bytes are no whole number of tokens of 2 bytes \(uint16\)"):
+        TokenSource.from_file(path, 1, np.uint16)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="0 bytes"):
+        TokenSource.from_file(path, 1, np.uint16)
+    with pytest.raises(FileNotFoundError):
+        TokenSource.from_file(tmp_path / "none.bin", 1, np.uint16)
+    np.save(tmp_path / "tokens.npy", np.arange(9))
+    with pytest.raises(DataError, match="holds int64, not uint16"):
+        TokenSource.from_file(tmp_path / "tokens.npy", 1, np.uint16)
+
+
+def test_a_token_file_may_be_larger_than_what_is_in_memory(tmp_path: Path):
+    num_tokens, length = 2**31 + 1, 1024  # 4 GiB, of which the disk holds only what is written below
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    path = tmp_path / "tokens.bin"
+    with open(path, "wb") as file:
+        file.truncate(2 * num_tokens)
+        file.seek(2 * (num_tokens - 3))
+        np.array([5, 6, 7], np.uint16).tofile(file)
+    before = resident_bytes()
+    source = TokenSource.from_file(path, length, np.uint16)
+    assert len(source) == 2**21
+    ids = np.linspace(0, len(source) - 1, 64).astype(np.int64)
+    assert read(source, ids)["tokens"].shape == (64, length + 1)
+    assert source[-1]["tokens"][-3:].tolist() == [5, 6, 7]
+    assert resident_bytes() - before < 256 * 2**20

@@ -2,7 +2,8 @@
 
 `FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}. `where` is "data" (while a shard is read),
 "gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
-exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is "kill" or "raise".
+exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is "kill", "die"
+(all workers may: an exit without a traceback), "raise", "exit" (sys.exit) or "interrupt" (KeyboardInterrupt).
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
 happens once, or every time if "always" is true.
 """
@@ -10,6 +11,7 @@ happens once, or every time if "always" is true.
 import json
 import os
 import signal
+import sys
 from dataclasses import dataclass
 
 import jax
@@ -41,6 +43,12 @@ def strike(where: str) -> None:
         print(f"fault: {fault} at step {committed}", flush=True)
         if fault["what"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault["what"] == "die":
+            os._exit(1)
+        if fault["what"] == "exit":
+            sys.exit("planned exit")
+        if fault["what"] == "interrupt":
+            raise KeyboardInterrupt
         raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
 
 
