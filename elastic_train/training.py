@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 MAX_HEALING_ROUNDS = 3
 PAUSE_S = 0.2
+MAX_IDS_SHOWN = 16
 
 
 class Outside(Protocol):
@@ -128,7 +129,11 @@ class Recipe:
 
     def read(self, samples: int, shard: int) -> Shard:
         """Samples of one shard of the batch that begins at position `samples`, and their weights."""
-        return self._prefetcher.get(samples, shard)
+        try:
+            return self._prefetcher.get(samples, shard)
+        except Exception as error:
+            error.add_note(f"while reading {self._describe(samples, shard)}")
+            raise
 
     def close(self) -> None:
         """Ends the thread that reads data."""
@@ -143,7 +148,10 @@ class Recipe:
 
     def _describe(self, samples: int, shard: int) -> str:
         ids, weight = self.sampler.shard_ids(samples, shard)
-        return f"samples {ids[weight > 0].tolist()} (shard {shard} of the batch at position {samples})"
+        real = ids[weight > 0].tolist()
+        more = f", … ({len(real)} in all)" if len(real) > MAX_IDS_SHOWN else ""
+        named = ", ".join(str(index) for index in real[:MAX_IDS_SHOWN])
+        return f"samples {named}{more} (shard {shard} of the batch at position {samples})"
 
 
 def _opened(source: DataSource | None, method: str) -> tuple[Any, int]:

@@ -21,6 +21,7 @@ from elastic_train.coordinator.jax_service import JaxService
 from elastic_train.coordinator.loop import EventLoop
 from elastic_train.coordinator.reports import Reports, different_ends
 from elastic_train.coordinator.streams import Server, Stream
+from elastic_train.errors import last_error
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity
 from elastic_train.membership.roster import Limits, Roster
@@ -189,7 +190,7 @@ class Coordinator:
         trace = "".join(traceback.format_exception(error))
         if self._on_note is not None:
             self._on_note(trace)
-        self._finish_job(r.End(1, "failed", "the coordinator failed", trace))
+        self._finish_job(r.End(1, "failed", f"the coordinator failed: {last_error(trace)}", trace))
 
     def _raise(self, error: BaseException) -> None:
         raise error
@@ -280,11 +281,11 @@ class Coordinator:
             self._records.event("end", status=end.status, exit_code=end.exit_code, message=end.message)
             if self._on_end is not None:
                 self._on_end(end, dict(self._finished))
-        except Exception:
+        except Exception as error:
             self._end = r.End(
                 end.exit_code or 1,
                 "failed",
-                f"{end.message}; the end could not be written down",
+                f"{end.message}; the end could not be written down: {error!r}",
                 traceback.format_exc(),
             )
         finally:

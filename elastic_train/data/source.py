@@ -62,7 +62,11 @@ def read(source: DataSource, ids: Sequence[int] | np.ndarray) -> dict[str, np.nd
 
 
 def _sample(source: DataSource, index: int) -> dict[str, np.ndarray]:
-    sample = source[index]
+    try:
+        sample = source[index]
+    except Exception as error:
+        error.add_note(f"while reading sample {index}")
+        raise
     if not isinstance(sample, Mapping) or not sample:
         raise DataError(
             f"sample {index}: expected a non-empty dict of arrays; got {type(sample).__name__}. "

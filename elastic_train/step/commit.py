@@ -114,10 +114,15 @@ class Stepper:
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.
             return jax.block_until_ready(sums)
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
+            error.add_note(f"in step {state.step + 1}")
             raised.append(traceback.format_exc())
             return [self._local.zeros()]
 
     def _shard(self, state: TrainState, shard: int) -> Flats:
         batch = self._local.put(*self._data.read(state.samples, shard))
-        return self._local.shard_sums(state, batch, shard)
+        try:
+            return self._local.shard_sums(state, batch, shard)
+        except Exception as error:
+            error.add_note(f"in the loss of shard {shard}")
+            raise

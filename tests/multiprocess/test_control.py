@@ -354,7 +354,7 @@ def test_a_worker_that_closes_but_lives_on_is_silent(job: Job, monkeypatch: pyte
     monkeypatch.setattr("elastic_train.coordinator.service.LEAVE_TIMEOUT_S", 0.05)
     link = job.link(1)
     link.close()
-    assert "closed without an exit" in job.events.expect_kind(r.Silent).reason
+    assert "closed, and no exit was reported" in job.events.expect_kind(r.Silent).reason
 
 
 @contextlib.contextmanager
