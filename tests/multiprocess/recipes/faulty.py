@@ -76,6 +76,7 @@ class FaultyConfig(et.Config):
     steps: int = 40
     batch_size: int = 48
     width: int = 32
+    prefetch: int = 0  # a fault in reading data strikes in the step it is planned for
 
 
 class Source:
