@@ -275,7 +275,7 @@ class Coordinator:
         if self._end is not None:
             return
         self._end = end
-        if not self._failed and all(member.finished for member in self.roster.members):
+        if not self._failed and self.roster.finishing and all(member.finished for member in self.roster.members):
             self._ending = {worker.identity.node for worker in self.roster.living} - self._exited
         try:
             self._records.event("end", status=end.status, exit_code=end.exit_code, message=end.message)
@@ -297,9 +297,12 @@ class Coordinator:
 
     def _shut_down(self, end: r.End) -> None:
         self._loop.cancel("shutdown")
-        shutdown = control_pb2.Shutdown(exit_code=end.exit_code, reason=end.message)
         for stream in self._agents.values():
-            stream.send(control_pb2.ToAgent(shutdown=shutdown))
+            self._send_shutdown(stream, end)
+
+    def _send_shutdown(self, stream: Stream, end: r.End) -> None:
+        shutdown = control_pb2.Shutdown(exit_code=end.exit_code, reason=end.message)
+        stream.send(control_pb2.ToAgent(shutdown=shutdown))
 
     def _see_who_is_left(self) -> None:
         if not self._workers and not self._agents:
@@ -472,6 +475,8 @@ class Coordinator:
         self._deserted.clear()
         welcome = control_pb2.AgentWelcome(jax_address=self.jax_address, num_nodes=self._jax.num_nodes)
         stream.send(control_pb2.ToAgent(welcome=welcome))
+        if self._end is not None:  # the job was stopped before this agent came
+            self._send_shutdown(stream, self._end)
         self._apply(r.AgentJoined(name, tuple(hello.slots)))
 
     def _lost_agent(self, stream: Stream) -> None:

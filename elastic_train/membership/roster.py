@@ -244,6 +244,7 @@ def _follow(turn: Turn, view: View, step: int) -> tuple[int, ...]:
     """Takes over the members' new view. Returns the nodes of the joiners, who now learn it."""
     left = tuple(member for member in turn.roster.members if member.identity not in view.members)
     came = tuple(joiner for joiner in turn.roster.ready if joiner.identity in view.members)
+    gone = sorted({member.slot for member in turn.roster.view.members if member not in view.members})
     turn.set(view=view)
     for worker in left:
         slot, incarnation, _ = worker.identity
@@ -251,7 +252,8 @@ def _follow(turn: Turn, view: View, step: int) -> tuple[int, ...]:
         turn.emit(SetTimer(f"leave/{slot}/{incarnation}", turn.roster.limits.leave_timeout_s))
     for worker in came:
         turn.set_worker(worker, state=WorkerState.MEMBER)
-    _note_view(turn, step, slots_of(came), slots_of(left))
+    show = f"going on after step {step} without {name_slots(gone)}" if gone else ""
+    _note_view(turn, step, slots_of(came), slots_of(left), show)
     nodes = nodes_of(came)
     if nodes:
         turn.emit(Form(view, nodes))
@@ -290,11 +292,10 @@ def _form(turn: Turn) -> None:
     turn.emit(Form(view, view.nodes))
 
 
-def _note_view(turn: Turn, step: int, came: tuple[int, ...], left: tuple[int, ...]) -> None:
+def _note_view(turn: Turn, step: int, came: tuple[int, ...], left: tuple[int, ...], show: str = "") -> None:
     view = turn.roster.view
     slots = tuple(member.slot for member in view.members)
     about = {"epoch": view.epoch, "members": slots, "nodes": view.nodes, "came": came, "left": left}
-    show = f"going on after step {step} without {name_slots(left)}" if left else ""
     turn.emit(Note("view_changed", {**about, "step": step}, show))
 
 

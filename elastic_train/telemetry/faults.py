@@ -252,6 +252,8 @@ def _death(
     else:  # nobody was left to change the view
         later = (e for e in events[index:] if e["event"] == "recovered" and e["kind"] == "formed")
         recovery = next(later, None)
+        # Its own last report is older than its last commit.
+        step = next((e["last_step"] for e in events[index:] if e["event"] == "steps_repeated"), step)
     if recovery is None:
         return Fault(kind, slot, step, began, detect_s)
     rebuild_s, heal_s = recovery.get("rebuild_s"), recovery.get("heal_s")

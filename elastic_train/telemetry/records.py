@@ -62,6 +62,7 @@ _COSTLY = frozenset(
         "worker_died",
         "worker_finished",
         "user_code_failed",
+        "steps_repeated",
         "abort_sent",
         "view_changed",
         "recovered",

@@ -72,7 +72,7 @@ def _fault(group: Sequence[Mapping[str, Any]]) -> str:
         times = f" {len(group)} times" if len(group) > 1 else ""
         longest = max((fault["total_s"] for fault in group if fault["total_s"] is not None), default=None)
         cost = "" if longest is None else f", {_seconds(longest)} until it committed"
-        return f"worker {last['slot']} raised an exception{place}{times}: the step was tried again{cost}"
+        return f"worker {last['slot']} raised an exception{place}: the step was tried again{times}{cost}"
     because = ""
     if last.get("cause") == "raised":
         times = f", {len(group)} times in a row" if len(group) > 1 else ""

@@ -542,6 +542,14 @@ def test_a_failing_roster_ends_the_job(job: Job) -> None:
     assert [next(agent.call).WhichOneof("message") for _ in range(2)] == ["welcome", "shutdown"]
 
 
+def test_an_agent_that_comes_after_the_end_is_let_go(job: Job) -> None:
+    job.answers[r.Ready] = lambda _: [r.End(130, "stopped", "stopped before training began")]
+    job.link(1).ready()
+    assert job.coordinator.wait(PATIENCE_S) is not None
+    agent = job.agent(0)
+    assert [next(agent.call).WhichOneof("message") for _ in range(2)] == ["welcome", "shutdown"]
+
+
 def test_a_summary_that_cannot_be_written_is_part_of_the_end(job: Job) -> None:
     job.answers[r.Ready] = lambda _: [r.End(0, "done", "all steps done")]
     job.event = lambda name, /, **fields: (_ for _ in ()).throw(OSError("disk full"))

@@ -251,6 +251,7 @@ def test_other_joiners_of_a_view_hear_of_the_dead_in_it() -> None:
 
 def test_a_member_that_the_others_left_behind_has_to_exit() -> None:
     roster, actions = play(training(), Viewed(A, View(2, (A, B)), 5))
+    assert notes(actions)["view_changed"].show == "going on after step 5 without slot 2"
     assert quiet(actions) == [SetTimer("leave/2/0", 30.0), Announce((1, 2), ())]
     assert [worker.identity for worker in roster.members] == [A, B]
     _, actions = play(roster, TimerOver("leave/2/0"))

@@ -139,6 +139,8 @@ def test_all_members_die_and_a_new_group_is_formed():
         recovered(130, 2, "formed", came=[0, 1]),
     ]
     assert [(f["step"], f["total_s"]) for f in faults_of(*events)] == [(4, 30)] * 3
+    repeated = {"event": "steps_repeated", "time": 130.1, "first_step": 1, "last_step": 7, "epoch": 2}
+    assert [f["step"] for f in faults_of(*events, repeated)] == [7] * 3
     assert find_rejoins(events, 0.5) == []
 
 
