@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 class ConfigError(ValueError):
@@ -86,6 +87,8 @@ class Config:
     Attributes:
       steps: optimizer updates in total.
       batch_size: samples per step over all workers; it does not depend on how many workers there are.
+      batch_policy: "fixed": `batch_size` samples a step, however many workers there are. "per_worker": so many for
+        every member; the batch grows and shrinks with the group, and `shards` plays no part.
       shards: into how many slices the batch is cut, at least as many as workers. Each worker computes the
         gradients of its slices one after the other, and all are added in one fixed order, so the weights do not
         depend on how many workers there are. Part of the numbers: another value rounds differently and gives
@@ -102,6 +105,7 @@ class Config:
 
     steps: int = 100
     batch_size: int = 64
+    batch_policy: Literal["fixed", "per_worker"] = "fixed"
     shards: int = 8
     seed: int = 0
     eval_every: int = 0
@@ -113,8 +117,11 @@ class Config:
     def __post_init__(self) -> None:
         require(self.steps >= 1, "steps", self.steps, "train at least one step")
         require(self.shards >= 1, "shards", self.shards, "use at least one shard")
+        policies = ("fixed", "per_worker")
+        require(self.batch_policy in policies, "batch_policy", self.batch_policy, f"use one of {', '.join(policies)}")
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "use at least one sample")
         require(
-            self.batch_size >= self.shards,
+            self.batch_policy == "per_worker" or self.batch_size >= self.shards,
             "batch_size",
             self.batch_size,
             f"must be at least shards ({self.shards}), so that no shard is empty",

@@ -113,7 +113,8 @@ def prepare_member(
     sockets = None
     if devices[me.node].platform == "cpu":
         sockets = GlooSockets(lambda local, remote: bool({local[1], remote[1]} & own_ports))
-    group = Group(me, devices, recipe.local.specs, trainer.config.shards, link, trainer.config.faults, sockets)
+    num_shards = recipe.batches.num_shards
+    group = Group(me, devices, recipe.local.specs, num_shards, link, trainer.config.faults, sockets)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
     group.prepare(View.of(0, (me, Identity(me.slot + 1, 0, max(devices)))), recipe.healer.stripe)
     group.finish_compiling()

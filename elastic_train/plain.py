@@ -69,7 +69,7 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
             ME,
             {ME.node: device},
             recipe.local.specs,
-            trainer.config.shards,
+            recipe.batches.num_shards,
             outside,
             trainer.config.faults,
             None,

@@ -159,6 +159,14 @@ class Trainer(abc.ABC):
         """The learning rate by step, to be logged; use it in `optimizer` as well."""
         return None
 
+    def learning_rate_scale(self, batch_size: int) -> float:
+        """What every update is multiplied with after a step of so many samples.
+
+        For `batch_policy = "per_worker"`, where the batch grows and shrinks with the group: the linear scaling rule,
+        for example, is `batch_size / reference`. Not asked unless overridden.
+        """
+        return 1.0
+
     def on_step(self, event: StepCommitted) -> None:
         """Called on every member after each commit."""
 
@@ -179,6 +187,10 @@ class Trainer(abc.ABC):
         from elastic_train.plain import fit_alone
 
         return fit_alone(self).state
+
+    @final
+    def _scales_updates(self) -> bool:
+        return type(self).learning_rate_scale is not Trainer.learning_rate_scale
 
     @final
     def _step_committed(self, step: int, samples: int, metrics: dict[str, float]) -> str:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from elastic_train.config import Config, shards_note
+from elastic_train.data.batches import batches
 from elastic_train.data.prefetch import Prefetcher, Shard
-from elastic_train.data.sampler import Sampler
 from elastic_train.data.source import DataError, DataSource, read
 from elastic_train.errors import UserCodeError
 from elastic_train.membership.group import (
@@ -111,9 +111,9 @@ class Recipe:
     def _prepare(self, trainer: Trainer, device: Device) -> None:
         config = self.config
         self._source, num_samples = self._prefetcher.call(lambda: _opened(trainer.train_data(), "train_data"))
-        self.sampler = Sampler(num_samples, config.batch_size, config.shards, config.seed)
+        self.batches = batches(config.batch_policy, num_samples, config.batch_size, config.shards, config.seed)
         self._eval_source, num_eval = self._prefetcher.call(lambda: _opened(trainer.eval_data(), "eval_data"))
-        rows = self.sampler.rows
+        rows = self.batches.rows
         batch, _ = self.read(0, 0)
         eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
         self.local = LocalProgram(trainer, device, batch, eval_batch)
@@ -121,10 +121,9 @@ class Recipe:
         self.healer = Healer(self.local.initial.arrays, device)
         self.layout = _layout(self.local.initial, config)
 
-    def expect(self, state: TrainState, run: range) -> None:
+    def expect(self, state: TrainState, run: range, batch_size: int) -> None:
         """Has the shards `run` of the step after `state` read ahead, and of those that follow up to the last step."""
-        batch_size, left = self.config.batch_size, self.config.steps - state.step
-        ahead = range(min(left, self.config.prefetch + 1))
+        ahead = range(min(self.config.steps - state.step, self.config.prefetch + 1))
         self._prefetcher.expect((state.samples + number * batch_size, run) for number in ahead)
 
     def read(self, samples: int, shard: int) -> Shard:
@@ -140,14 +139,14 @@ class Recipe:
         self._prefetcher.close()
 
     def _read_now(self, samples: int, shard: int) -> Shard:
-        ids, weight = self.sampler.shard_ids(samples, shard)
+        ids, weight = self.batches.shard_ids(samples, shard)
         return read(self._source, ids), weight
 
     def _read_eval(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         return self._prefetcher.call(lambda: read(self._eval_source, ids))
 
     def _describe(self, samples: int, shard: int) -> str:
-        ids, weight = self.sampler.shard_ids(samples, shard)
+        ids, weight = self.batches.shard_ids(samples, shard)
         real = ids[weight > 0].tolist()
         more = f", … ({len(real)} in all)" if len(real) > MAX_IDS_SHOWN else ""
         named = ", ".join(str(index) for index in real[:MAX_IDS_SHOWN])
@@ -203,9 +202,7 @@ class Training:
     ) -> None:
         self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
         self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
-        self._stepper = Stepper(
-            group, recipe.local, recipe, recipe.config.shards, recipe.config.batch_size, self._phase
-        )
+        self._stepper = Stepper(group, recipe.local, recipe, recipe.batches, self._phase)
         self._state = recipe.local.initial
         self._has_state = False
         self._failure = ""
@@ -218,7 +215,8 @@ class Training:
 
     def run(self, view: View) -> Result:
         """Trains to the last step, beginning as a member of `view`."""
-        note = shards_note(self._config.shards, len(view.members))
+        members = len(view.members)
+        note = shards_note(self._recipe.batches.num_shards(members), members)
         if note and self._recipe.device.platform != "cpu":
             print(f"elastic_train: {note}", file=sys.stderr, flush=True)
         self._begin(view)
@@ -405,13 +403,15 @@ class Training:
 
     def _committed(self, before: TrainState, metrics: dict[str, float]) -> None:
         now = time.monotonic()
+        sampler = self._recipe.batches.sampler
+        spans = sampler.spans(before.samples, self._state.samples - before.samples)
         record: dict[str, Any] = {
             "step": self._state.step,
             "samples": self._state.samples,
             "first_sample": before.samples,
             "num_samples": self._state.samples - before.samples,
-            "passes": [list(span) for span in self._recipe.sampler.spans(before.samples)],
-            "pass_size": self._recipe.sampler.num_samples,
+            "passes": [list(span) for span in spans],
+            "pass_size": sampler.num_samples,
             **metrics,
             "learning_rate": self._local.learning_rate(before.step),
             "workers": sorted(member.slot for member in self._group.view.members),

@@ -130,7 +130,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         toml = to_toml(config)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    if request.workers > config.shards:
+    if config.batch_policy == "fixed" and request.workers > config.shards:
         raise UsageError(
             f"{request.workers} workers, but the batch is cut into shards = {config.shards}: some workers "
             f"would have nothing to do. Use at most {config.shards} workers, or --set "

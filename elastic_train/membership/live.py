@@ -72,7 +72,7 @@ class Group:
       me: this worker's identity.
       devices: one device per node id.
       specs: shapes of one partial sum, for the exchange program.
-      num_shards: V.
+      num_shards: V for a number of members.
       news: what the coordinator tells.
       faults: time limits.
       sockets: this worker's gloo sockets on CPU; None where XLA cancels collectives itself.
@@ -84,7 +84,7 @@ class Group:
         me: Identity,
         devices: Mapping[int, Device],
         specs: tuple[jax.ShapeDtypeStruct, ...],
-        num_shards: int,
+        num_shards: Callable[[int], int],
         news: News,
         faults: FaultConfig,
         sockets: GlooSockets | None,
@@ -119,7 +119,7 @@ class Group:
         """
         self.view = view
         devices = [self._devices[node] for node in view.nodes]
-        self.plan = finish(self._num_shards, len(devices))
+        self.plan = finish(self._num_shards(len(devices)), len(devices))
         self.meeting = Meeting(devices, self._devices[self.me.node])
         self._spread = self._compiler.submit(Spread, self.meeting, stripe) if stripe else None
         self._exchange = self._compiler.submit(Exchange, self.meeting, self.plan, self._specs, VOTE_SIZE)

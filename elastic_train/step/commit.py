@@ -10,6 +10,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from elastic_train.data.batches import Batches
 from elastic_train.data.prefetch import Shard
 from elastic_train.membership.group import Commit, Retry, Shrink, Vote
 from elastic_train.membership.live import Group
@@ -22,7 +23,7 @@ from elastic_train.step.plan import fold, partials, run_of
 class Shards(Protocol):
     """Where a step's samples come from."""
 
-    def expect(self, state: TrainState, run: range) -> None:
+    def expect(self, state: TrainState, run: range, batch_size: int) -> None:
         """Says which shards this member will ask for, in the step after `state` and, for all it knows, later."""
         ...
 
@@ -55,8 +56,7 @@ class Stepper:
       group: the members.
       local: this worker's compiled programs.
       data: gives a shard's samples.
-      num_shards: V.
-      batch_size: samples per step.
+      batches: how a step's batch is cut.
       phase: told what is being done, for the display and for whoever looks for a stuck worker.
     """
 
@@ -65,12 +65,11 @@ class Stepper:
         group: Group,
         local: LocalProgram,
         data: Shards,
-        num_shards: int,
-        batch_size: int,
+        batches: Batches,
         phase: Callable[[str], None],
     ) -> None:
         self._group, self._local, self._data = group, local, data
-        self._num_shards, self._batch_size, self._phase = num_shards, batch_size, phase
+        self._batches, self._phase = batches, phase
 
     def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
         """Tries the step that follows `state`, once. In this order:
@@ -96,20 +95,22 @@ class Stepper:
         metrics: dict[str, float] = {}
         if isinstance(verdict, Commit):
             self._phase("update")
-            state, values = self._local.update(state, total, self._batch_size)
+            size = self._batches.size(self._group.plan.num_members)
+            state, values = self._local.update(state, total, size)
             metrics = {name: float(value) for name, value in jax.device_get(values).items()}
         return Outcome(verdict, state, metrics, raised[0] if raised else "")
 
     def _partial_sums(self, state: TrainState, raised: list[str]) -> list[Flats]:
         self._phase("local")
-        run = run_of(self._num_shards, len(self._group.view.members), self._group.rank)
+        plan = self._group.plan
+        run = run_of(plan.num_shards, plan.num_members, self._group.rank)
         if raised:
             return [self._local.zeros()]
         try:
-            self._data.expect(state, run)
+            self._data.expect(state, run, self._batches.size(plan.num_members))
             sums = [
                 fold(node, lambda shard: self._shard(state, shard), self._local.add)
-                for node in partials(run.start, run.stop, self._num_shards)
+                for node in partials(run.start, run.stop, plan.num_shards)
             ]
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.

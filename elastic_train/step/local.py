@@ -92,7 +92,7 @@ class LocalProgram:
         flats = self.specs
         self._shard = self._aot(self._flat_sums, (), *arrays.values(), *example, number, number)
         self._add = self._aot(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (), flats, flats)
-        self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats)
+        self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats, *self._scale(1))
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in flats), ())
         self._evaluate = None
@@ -128,8 +128,15 @@ class LocalProgram:
 
     def update(self, state: TrainState, total: Flats, num_samples: int) -> tuple[TrainState, dict[str, jax.Array]]:
         """The state after the step, and its metrics (means, float32[]). The old state's arrays are donated."""
-        params, model_state, opt_state, metrics = self._update(*state.arrays.values(), total)
+        scale = self._scale(num_samples)
+        params, model_state, opt_state, metrics = self._update(*state.arrays.values(), total, *scale)
         return TrainState(state.step + 1, state.samples + num_samples, params, model_state, opt_state), metrics
+
+    def _scale(self, num_samples: int) -> tuple[jax.Array, ...]:
+        """The factor on the update, float32[]; nothing if the trainer does not ask for one."""
+        if not self._trainer._scales_updates():
+            return ()
+        return (jax.device_put(np.float32(self._trainer.learning_rate_scale(num_samples)), self._device),)
 
     def learning_rate(self, step: int) -> float | None:
         """The learning rate of the update that follows `step` updates, if the trainer has a schedule."""
@@ -198,7 +205,9 @@ class LocalProgram:
     def _flat_sums(self, *args: Any) -> Flats:
         return self._flattener.flatten(self._sums(*args))
 
-    def _apply(self, params: PyTree, model_state: PyTree, opt_state: PyTree, flats: Flats) -> tuple[Any, ...]:
+    def _apply(
+        self, params: PyTree, model_state: PyTree, opt_state: PyTree, flats: Flats, *scale: jax.Array
+    ) -> tuple[Any, ...]:
         total = self._flattener.unflatten(flats)
         if self._device.platform == "cpu":
             # Fused with the slicing, LLVM may contract the update's arithmetic in another way: kept apart, the update
@@ -207,6 +216,8 @@ class LocalProgram:
         means, share = total["means"], total["share"]
         grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), total["grads"])
         updates, opt_state = self._transform.update(grads, opt_state, params)
+        for factor in scale:
+            updates = jax.tree.map(lambda update: update * factor.astype(update.dtype), updates)  # noqa: B023
         params = optax.apply_updates(params, updates)
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
         model_state = jax.tree.map(lambda x: x / share.astype(x.dtype) if is_float(x) else x, total["model_state"])
