@@ -44,7 +44,8 @@ class Checked:
       trainer: name of the trainer class.
       config_toml: the resolved config.
       config_digest: its digest; equal on all workers.
-      steps, log_every, shards, deterministic, faults: from the config.
+      steps, log_every, deterministic, faults: from the config.
+      shards: into how many a batch of that many workers is cut.
     """
 
     trainer: str
@@ -142,7 +143,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         config_digest=config_digest(config),
         steps=config.steps,
         log_every=config.log_every,
-        shards=config.shards,
+        shards=config.shards if config.batch_policy == "fixed" else request.workers,
         deterministic=config.deterministic,
         faults=config.faults,
     )

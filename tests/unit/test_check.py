@@ -91,6 +91,12 @@ def fake_process(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(check_module.subprocess, "run", start)
 
 
+def test_shards_to_expect(recipe: str) -> None:
+    assert inspect_recipe(CheckRequest(recipe=recipe, workers=2)).shards == 8
+    each = CheckRequest(recipe=recipe, workers=2, overrides=("batch_policy=per_worker",))
+    assert inspect_recipe(each).shards == 2
+
+
 def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
         "trainer": "T",

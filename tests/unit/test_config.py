@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.config import Config, ConfigError, FaultConfig, require
+from elastic_train.config import Config, ConfigError, FaultConfig, require, shards_note
 from elastic_train.config_files import config_digest, resolve, to_toml
 
 
@@ -281,3 +281,16 @@ def test_digest_tells_configs_and_classes_apart():
 def test_nan_can_be_written(tmp_path):
     config = resolve(RecipeConfig, write(tmp_path, to_toml(RecipeConfig(learning_rate=math.nan))))
     assert math.isnan(config.learning_rate)
+
+
+def test_prefetch_is_checked():
+    assert Config(prefetch=0).prefetch == 0
+    with pytest.raises(ConfigError, match="prefetch = -1: use 0"):
+        Config(prefetch=-1)
+
+
+@pytest.mark.parametrize(("shards", "workers", "each"), [(8, 4, 2), (8, 3, 3), (8, 1, 8)])
+def test_more_shards_than_gpus_are_worth_a_note(shards: int, workers: int, each: int):
+    note = shards_note(shards, workers)
+    assert note and f"each computes up to {each} slices" in note and f"shards={workers} is the fastest" in note
+    assert shards_note(workers, workers) is None
