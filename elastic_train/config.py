@@ -97,6 +97,7 @@ class Config:
       seed: start of every random key and of the order of the samples.
       eval_every: steps between two evaluations; 0 evaluates once at the end.
       log_every: steps between two lines of `metrics.jsonl`.
+      tensorboard: also write the metrics to `tensorboard/` in the run directory; needs the extra `tensorboard`.
       prefetch: how many steps ahead training data is read, by a thread of its own; memory holds at most the
         samples of one step more. 0 reads in the step itself, in the main thread. No part of the numbers.
       deterministic: on GPUs, use only kernels that give the same bits every time, and one set of compiled programs
@@ -110,6 +111,7 @@ class Config:
     seed: int = 0
     eval_every: int = 0
     log_every: int = 1
+    tensorboard: bool = False
     prefetch: int = 2
     deterministic: bool = False
     faults: FaultConfig = field(default_factory=FaultConfig)

@@ -1,14 +1,45 @@
-"""Every private JAX name that workers use. Tried on jax 0.10.2, 0.11.2 and 0.12.0.1.
+"""Every private name of jax and jaxlib that is used. Tried on 0.10.2, 0.11.2 and 0.12.0.1.
 
-(The coordinator uses `jaxlib` without `jax`; its private names are in `coordinator/jax_service.py`.)
+Nothing is imported before it is used: the coordinator needs the first two functions, and must not import `jax`.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_train.errors import UsageError
+
+CONNECT_TIMEOUT_S = 60
+
+
+@functools.cache
+def _jaxlib() -> Any:
+    # XLA reads its log level once, while it is imported. Below errors it reports every tombstone and every start.
+    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = level or "2"
+    from jaxlib import _jax
+
+    # Worker processes inherit our environment, and decide for themselves.
+    if level is None:
+        del os.environ["TF_CPP_MIN_LOG_LEVEL"]
+    return _jax
+
+
+def coordination_service(address: str, num_nodes: int, heartbeat_timeout_s: int) -> Any:
+    """Starts JAX's coordination service in this process. `shutdown()` ends it; connected clients then abort."""
+    return _jaxlib().get_distributed_runtime_service(
+        address, num_nodes, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=5, recoverable=True
+    )
+
+
+def coordination_client(address: str, node: int, *, timeout_s: int, heartbeat_timeout_s: int) -> Any:
+    """A client of the service at `address` under the id `node`, not yet connected."""
+    return _jaxlib().get_distributed_runtime_client(
+        address, node, init_timeout=timeout_s, heartbeat_timeout=heartbeat_timeout_s
+    )
 
 
 def backends_initialized() -> bool:
@@ -29,7 +60,6 @@ def connect_worker(*, address: str, node: int, num_nodes: int, heartbeat_timeout
     """
     import jax
     from jax._src import distributed
-    from jaxlib import _jax
 
     if backends_initialized():
         raise UsageError(
@@ -44,13 +74,8 @@ def connect_worker(*, address: str, node: int, num_nodes: int, heartbeat_timeout
     state.coordinator_address = address
     state.process_id = node
     state.num_processes = num_nodes
-    client = _jax.get_distributed_runtime_client(
-        address,
-        node,
-        init_timeout=60,
-        heartbeat_timeout=max(1, round(heartbeat_timeout_s)),
-        use_compression=False,
-    )
+    heartbeat_s = max(1, round(heartbeat_timeout_s))
+    client = coordination_client(address, node, timeout_s=CONNECT_TIMEOUT_S, heartbeat_timeout_s=heartbeat_s)
     client.connect()
     state.client = client
     jax.local_devices()

@@ -26,6 +26,7 @@ from elastic_train.state import params_sha256, state_sha256
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
+from elastic_train.telemetry.trackers import check_trackers, open_trackers
 from elastic_train.training import Recipe, Result, Training, write_params
 
 if TYPE_CHECKING:
@@ -155,9 +156,12 @@ def _main(trainer: type[Trainer], signals: Signals) -> NoReturn:
 
 
 def _train(trainer: Trainer, run_dir: Path, name: str, signals: Signals) -> int:
+    config = trainer.config
+    check_trackers(config.tensorboard)
     prepare_run_directory(run_dir)
+    trackers = open_trackers(config.tensorboard, run_dir)
     display = Display(sys.stderr, 1, trainer.config.steps)
-    with RunDirectory(run_dir, log_every=trainer.config.log_every) as records:
+    with RunDirectory(run_dir, log_every=config.log_every, trackers=trackers) as records:
         records.write_config(to_toml(trainer.config))
         about = {"versions": versions(), "start_time": time.time(), "recipe": name, "workers": 1, "pid": os.getpid()}
         records.write_job({"address": None, "steps": trainer.config.steps, **about})

@@ -1,30 +1,22 @@
 """JAX's coordination service, held by a process that is no worker and never imports `jax`.
 
-Private names used here: `jaxlib._jax.get_distributed_runtime_service`, `get_distributed_runtime_client`, and
-the key names of XLA's topology exchange. Tried with jaxlib 0.10.2, 0.11.2 and 0.12.0.1.
+The private names it needs are in `jax_private.py`; the key names of XLA's topology exchange, which are no names of
+JAX, are here and in `topology.py`. Tried with jaxlib 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from elastic_train import jax_private
 from elastic_train.coordinator import topology
 from elastic_train.errors import UsageError
-
-# XLA reads its log level once, while it is imported. Below errors it reports every tombstone and every start.
-_log_level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = _log_level or "2"
-from jaxlib import _jax  # noqa: E402
-
-# Worker processes inherit our environment, and decide for themselves.
-if _log_level is None:
-    del os.environ["TF_CPP_MIN_LOG_LEVEL"]
 
 PLATFORMS: dict[str, Callable[[int, int, int], int]] = {
     "cpu": topology.cpu_device_id,
@@ -92,19 +84,13 @@ class JaxService:
         self._client.shutdown()
         self._service.shutdown()
 
-    def _start_service(self, host: str) -> tuple[_jax.DistributedRuntimeService, str]:
+    def _start_service(self, host: str) -> tuple[Any, str]:
         with _held_port(host) as port:
             address = f"{host}:{port}"
-            service = _jax.get_distributed_runtime_service(
-                address,
-                self.num_nodes,
-                heartbeat_timeout=self._heartbeat_timeout_s,
-                shutdown_timeout=5,
-                recoverable=True,
-            )
+            service = jax_private.coordination_service(address, self.num_nodes, self._heartbeat_timeout_s)
         return service, address
 
-    def _register_all(self) -> _jax.DistributedRuntimeClient:
+    def _register_all(self) -> Any:
         """Returns the client of node 0, after all others have come and gone."""
         clients = [self._new_client(node, REGISTER_TIMEOUT_S) for node in range(self.num_nodes)]
         with ThreadPoolExecutor(self.num_nodes, thread_name_prefix="jax-register") as pool:
@@ -115,12 +101,9 @@ class JaxService:
             client.shutdown()
         return clients[0]
 
-    def _new_client(self, node: int, timeout_s: int) -> _jax.DistributedRuntimeClient:
-        return _jax.get_distributed_runtime_client(
-            self._own_address,
-            node,
-            init_timeout=timeout_s,
-            heartbeat_timeout=self._heartbeat_timeout_s,
+    def _new_client(self, node: int, timeout_s: int) -> Any:
+        return jax_private.coordination_client(
+            self._own_address, node, timeout_s=timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s
         )
 
     def _watch(self) -> None:

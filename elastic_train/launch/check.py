@@ -44,7 +44,7 @@ class Checked:
       trainer: name of the trainer class.
       config_toml: the resolved config.
       config_digest: its digest; equal on all workers.
-      steps, log_every, deterministic, faults: from the config.
+      steps, log_every, tensorboard, deterministic, faults: from the config.
       shards: into how many a batch of that many workers is cut.
     """
 
@@ -53,6 +53,7 @@ class Checked:
     config_digest: str
     steps: int
     log_every: int
+    tensorboard: bool
     shards: int
     deterministic: bool
     faults: FaultConfig
@@ -117,6 +118,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
     from elastic_train import jax_private
     from elastic_train.config_files import config_digest, resolve, to_toml
     from elastic_train.launch.recipe import config_class_of, load_recipe
+    from elastic_train.telemetry.trackers import check_trackers
 
     trainer = load_recipe(request.recipe)
     if jax_private.backends_initialized():
@@ -131,6 +133,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         toml = to_toml(config)
     except ConfigError as error:
         raise UsageError(str(error)) from error
+    check_trackers(config.tensorboard)
     if config.batch_policy == "fixed" and request.workers > config.shards:
         raise UsageError(
             f"{request.workers} workers, but the batch is cut into shards = {config.shards}: some workers "
@@ -143,6 +146,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         config_digest=config_digest(config),
         steps=config.steps,
         log_every=config.log_every,
+        tensorboard=config.tensorboard,
         shards=config.shards if config.batch_policy == "fixed" else request.workers,
         deterministic=config.deterministic,
         faults=config.faults,

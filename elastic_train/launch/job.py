@@ -30,6 +30,7 @@ from elastic_train.membership.roster_events import End
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
+from elastic_train.telemetry.trackers import open_trackers
 
 NODES_PER_SLOT = 32
 """JAX's service is sized for this many starts of each slot, and for at least 256 in all."""
@@ -59,7 +60,10 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     with ExitStack() as stack:
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
         display = Display(sys.stderr, workers, checked.steps)
-        records = stack.enter_context(RunDirectory(run_dir, log_every=checked.log_every, on_note=display.note))
+        trackers = open_trackers(checked.tensorboard, run_dir)
+        records = stack.enter_context(
+            RunDirectory(run_dir, log_every=checked.log_every, trackers=trackers, on_note=display.note)
+        )
         display.start()
         stack.callback(display.stop)
         if platform == "cuda" and (note := shards_note(checked.shards, workers)):

@@ -31,7 +31,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from elastic_train.errors import UsageError
 from elastic_train.telemetry.faults import find_faults, find_rejoins, time_lost
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
 from elastic_train.telemetry.summary import summarize
+from elastic_train.telemetry.trackers import Tracker
 
 FLUSH_INTERVAL_S = 0.1
 """Metrics and ledger reach the kernel this long after a commit at the latest."""
@@ -113,6 +114,7 @@ class RunDirectory:
         with an evaluation, and every step that was tried again after user code raised.
       first_step: the step that training starts from; a resumed run passes its checkpoint's.
       clock: gives the Unix time of events.
+      trackers: get every line of metrics.jsonl, too; closed with this.
       on_note: told in words what a person should know at once: who is a member again, and which steps are taken again.
 
     Raises:
@@ -126,9 +128,11 @@ class RunDirectory:
         log_every: int = 1,
         first_step: int = 0,
         clock: Callable[[], float] = time.time,
+        trackers: Sequence[Tracker] = (),
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         prepare_run_directory(path)
+        self._trackers = trackers
         self.path = path
         self._log_every = log_every
         self._clock = clock
@@ -325,6 +329,8 @@ class RunDirectory:
                 self._closing.set()
                 self._dirty.set()
                 self._files.close()
+            for tracker in self._trackers:
+                tracker.close()
         self._flusher.join(timeout=10)
 
     def __enter__(self) -> RunDirectory:
@@ -373,6 +379,8 @@ class RunDirectory:
         line = {key: value for key, value in record.items() if key not in _NOT_LOGGED}
         line |= {f"eval_{name}": value for name, value in record.get("evaluation", {}).items()}
         self._metrics.write(dump(line) + "\n")
+        for tracker in self._trackers:
+            tracker.log(line)
         self._unlogged, self._has_logged = None, True
 
     def _note_repeat(self, record: Mapping[str, Any]) -> None:

@@ -103,6 +103,7 @@ def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPa
         "config_digest": "d",
         "steps": 1,
         "log_every": 1,
+        "tensorboard": False,
         "shards": 8,
         "deterministic": False,
         "faults": {"max_restarts": 4},
