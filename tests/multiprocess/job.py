@@ -40,6 +40,7 @@ class Job:
       run_dir: must not exist.
       recipe, options: the command line.
       faults: what workers of `recipes/faulty.py` do to themselves.
+      pace_s: how long its steps take at least.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Job:
         *options: str,
         workers: int = 3,
         faults: Sequence[dict[str, Any]] = (),
+        pace_s: float = 0.0,
     ) -> None:
         self.run_dir = run_dir
         self._seen: dict[int, psutil.Process] = {}
         command = [sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
         environment = {**os.environ, "FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT)}
+        environment["PACE_S"] = str(pace_s)
         self._output = open(run_dir.with_suffix(".out"), "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, "--run-dir", str(run_dir), *options],

@@ -83,7 +83,7 @@ def test_sigkill_during_the_very_first_exchange(tmp_path, undisturbed):
 
 def endless(tmp_path, *faults: dict, options: tuple[str, ...] = ()) -> Job:
     """A job of three workers that goes on until it is asked to stop."""
-    return Job(tmp_path / "run", FAULTY, "--steps", "1000000", *FAST_RESTARTS, *options, workers=3, faults=faults)
+    return Job(tmp_path / "run", FAULTY, "--steps", "1000000", *FAST_RESTARTS, *options, faults=faults, pace_s=0.03)
 
 
 def healed(job: Job, slot: int, after: float) -> dict:

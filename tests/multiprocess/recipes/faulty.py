@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 
 import jax
@@ -31,6 +32,9 @@ pending = [
     if fault["slot"] in (SLOT, -1) and fault.get("incarnation", 0) in (INCARNATION, -1)
 ]
 committed = 0
+# Seconds added to every step. A job that waits for a worker to come back then takes hundreds of steps, not thousands,
+# and the undisturbed run that it is compared with takes seconds.
+PACE_S = float(os.environ.get("PACE_S", "0"))
 
 
 def strike(where: str) -> None:
@@ -127,6 +131,7 @@ class Faulty(et.Trainer):
     def on_step(self, event: et.StepCommitted) -> None:
         global committed
         committed = event.step
+        time.sleep(PACE_S)
         strike("hook")
 
     def on_recovered(self, event: et.Recovered) -> None:
