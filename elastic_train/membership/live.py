@@ -123,9 +123,16 @@ class Group:
         self.meeting = Meeting(devices, self._devices[self.me.node])
         self._spread = self._compiler.submit(Spread, self.meeting, stripe) if stripe else None
         self._exchange = self._compiler.submit(Exchange, self.meeting, self.plan, self._specs, VOTE_SIZE)
-        self.gather = Gather(self.meeting, VOTE_SIZE + STANDING_SIZE)
+        self._gathers: dict[int, Gather] = {}
+        self.gather = self.gather_of(VOTE_SIZE + STANDING_SIZE)
         self._block = self._make_block(devices)
         self._met = False
+
+    def gather_of(self, width: int) -> Gather:
+        """The gather of rows of this width; compiled once in an epoch."""
+        if width not in self._gathers:
+            self._gathers[width] = Gather(self.meeting, width)
+        return self._gathers[width]
 
     def finish_compiling(self) -> None:
         """Waits for what `prepare` compiles in the background."""

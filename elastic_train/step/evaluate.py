@@ -12,7 +12,6 @@ from elastic_train.membership.group import VOTE_SIZE, Commit, Retry, Shrink, Vot
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
 from elastic_train.step.local import LocalProgram
-from elastic_train.step.reduce import Gather
 
 
 class Evaluator:
@@ -55,7 +54,7 @@ class Evaluator:
             except (Exception, SystemExit):
                 raised.append(traceback.format_exc())
             row = Vote(state.step, ok=not raised).pack() + sums.view(np.int32).ravel().tolist()
-            rows = Gather(group.meeting, len(row))(row)
+            rows = group.gather_of(len(row))(row)
             shape = (members, per_member, len(names), 2)
             table = np.ascontiguousarray(rows[:, VOTE_SIZE:]).view(np.float64).reshape(shape)
             return table, rows
