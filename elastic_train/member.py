@@ -17,8 +17,10 @@ from elastic_train.errors import EXIT_REJOIN, EXIT_USER_CODE, UserCodeError
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Group
+from elastic_train.outside import Outside
+from elastic_train.recipe import Recipe
 from elastic_train.state import Device, params_sha256, state_sha256
-from elastic_train.training import Outside, OwnCodeFails, Recipe, Result, Training, write_params
+from elastic_train.training import OwnCodeFails, Result, Training, write_params
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer

@@ -22,12 +22,13 @@ from elastic_train.launch.signals import Signals
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Alone, Group
+from elastic_train.recipe import Recipe
 from elastic_train.state import params_sha256, state_sha256
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
 from elastic_train.telemetry.trackers import check_trackers, open_trackers
-from elastic_train.training import Recipe, Result, Training, write_params
+from elastic_train.training import Result, Training, write_params
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer

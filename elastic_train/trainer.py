@@ -2,8 +2,9 @@
 
 What happens in a run, and where it is written:
 
-1. `training.Recipe`: the model is built, the local programs are compiled, the data are opened.
-2. `training.Training.run`: an epoch begins (`membership/reconcile.py`, `membership/heal.py`), then steps follow.
+1. `recipe.Recipe`: the model is built, the local programs are compiled, the data are opened.
+2. `training.Training.run`: an epoch begins (`recovery.py`, `membership/reconcile.py`, `membership/heal.py`), then
+   steps follow.
 3. `step/commit.py`: one step. Local gradients (`step/local.py`), the exchange (`step/reduce.py`), the barrier and its
    verdict (`membership/live.py`, `membership/group.py`), the update.
 4. `step/evaluate.py`: evaluation, after the steps that `eval_every` names and after the last.

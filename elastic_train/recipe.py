@@ -1,0 +1,95 @@
+"""A trainer made ready on this worker: model, compiled programs, open data."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elastic_train.config import Config
+from elastic_train.data.batches import batches
+from elastic_train.data.prefetch import Prefetcher, Shard
+from elastic_train.data.source import DataError, DataSource, read
+from elastic_train.membership.heal import Healer
+from elastic_train.state import Device, TrainState, key_path_leaves
+from elastic_train.step.evaluate import Evaluator
+from elastic_train.step.local import LocalProgram
+
+if TYPE_CHECKING:
+    from elastic_train.trainer import Trainer
+
+MAX_IDS_SHOWN = 16
+
+
+class Recipe:
+    """A trainer made ready on this worker's device: model, compiled programs, open data. Slow; needs no peers."""
+
+    def __init__(self, trainer: Trainer, device: Device) -> None:
+        config: Config = trainer.config
+        self.trainer, self.config, self.device = trainer, config, device
+        # Sources are opened and read in one and the same thread, evaluation data too: some cannot bear another.
+        self._prefetcher = Prefetcher(self._read_now, config.prefetch, self._describe)
+        try:
+            self._prepare(trainer, device)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, trainer: Trainer, device: Device) -> None:
+        config = self.config
+        self._source, num_samples = self._prefetcher.call(lambda: _opened(trainer.train_data(), "train_data"))
+        self.batches = batches(config.batch_policy, num_samples, config.batch_size, config.shards, config.seed)
+        self._eval_source, num_eval = self._prefetcher.call(lambda: _opened(trainer.eval_data(), "eval_data"))
+        rows = self.batches.rows
+        batch, _ = self.read(0, 0)
+        eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
+        self.local = LocalProgram(trainer, device, batch, eval_batch)
+        self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None
+        self.healer = Healer(self.local.initial.arrays, device)
+        self.layout = _layout(self.local.initial, config)
+
+    def expect(self, state: TrainState, run: range, batch_size: int) -> None:
+        """Has the shards `run` of the step after `state` read ahead, and of those that follow up to the last step."""
+        ahead = range(min(self.config.steps - state.step, self.config.prefetch + 1))
+        self._prefetcher.expect((state.samples + number * batch_size, run) for number in ahead)
+
+    def read(self, samples: int, shard: int) -> Shard:
+        """Samples of one shard of the batch that begins at position `samples`, and their weights."""
+        try:
+            return self._prefetcher.get(samples, shard)
+        except Exception as error:
+            error.add_note(f"while reading {self._describe(samples, shard)}")
+            raise
+
+    def close(self) -> None:
+        """Ends the thread that reads data."""
+        self._prefetcher.close()
+
+    def _read_now(self, samples: int, shard: int) -> Shard:
+        ids, weight = self.batches.shard_ids(samples, shard)
+        return read(self._source, ids), weight
+
+    def _read_eval(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        return self._prefetcher.call(lambda: read(self._eval_source, ids))
+
+    def _describe(self, samples: int, shard: int) -> str:
+        ids, weight = self.batches.shard_ids(samples, shard)
+        real = ids[weight > 0].tolist()
+        more = f", … ({len(real)} in all)" if len(real) > MAX_IDS_SHOWN else ""
+        named = ", ".join(str(index) for index in real[:MAX_IDS_SHOWN])
+        return f"samples {named}{more} (shard {shard} of the batch at position {samples})"
+
+
+def _opened(source: DataSource | None, method: str) -> tuple[Any, int]:
+    if source is not None and len(source) == 0:
+        hint = "; return None for no evaluation" if method == "eval_data" else ""
+        raise DataError(f"{method}() gave a data source without samples: len(source) is 0{hint}")
+    return source, 0 if source is None else len(source)
+
+
+def _layout(state: TrainState, config: Config) -> tuple[int, int]:
+    """64 bits over what must be the same on all members: key paths, shapes, dtypes and the settings."""
+    leaves = [(path, str(leaf.dtype), leaf.shape) for path, leaf in key_path_leaves(state.arrays)]
+    digest = hashlib.sha256(repr((leaves, config)).encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")

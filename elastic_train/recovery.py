@@ -1,0 +1,168 @@
+"""The beginning of an epoch: the members meet, compare their states, and whoever lacks the newest receives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elastic_train.membership.group import VOTE_SIZE, Commit, Identity, Retry, Shrink, View, Vote
+from elastic_train.membership.live import Group, leave
+from elastic_train.membership.reconcile import STANDING_SIZE, Agreement, Standing, agree, pack, unpack
+from elastic_train.outside import Outside
+from elastic_train.recipe import Recipe
+from elastic_train.state import TrainState
+
+MAX_HEALING_ROUNDS = 3
+
+
+@dataclass
+class Held:
+    """What this member holds: the one reference to the state, so that replacing it lets the old one go.
+
+    Attributes:
+      state: the newest committed state.
+      counts: False until an epoch has begun with it; until then it is only what the seed gives, and never donated.
+    """
+
+    state: TrainState
+    counts: bool = False
+
+
+@dataclass(frozen=True)
+class _Equal:
+    """All members hold the same state. Ranks in the view's order.
+
+    Attributes:
+      fresh: nobody had any state before; it is the one that the seed gives.
+      new: those who had none.
+      healed: those who received it.
+      heal_s: how long that took.
+    """
+
+    fresh: bool
+    new: tuple[int, ...]
+    healed: tuple[int, ...]
+    heal_s: float
+
+
+class Recovery:
+    """Begins epochs.
+
+    Args:
+      recipe: the trainer, made ready.
+      group: the members.
+      outside: told of views.
+      held: the state that is compared, donated or replaced.
+      phase: told what is being done.
+    """
+
+    def __init__(
+        self, recipe: Recipe, group: Group, outside: Outside, held: Held, phase: Callable[[str], None]
+    ) -> None:
+        self._recipe, self._group, self._outside = recipe, group, outside
+        self._held, self._phase, self._local = held, phase, recipe.local
+
+    def begin(
+        self,
+        view: View,
+        died: tuple[Identity, ...] = (),
+        left: tuple[Identity, ...] = (),
+        came: tuple[Identity, ...] = (),
+    ) -> dict[str, Any]:
+        """Begins an epoch: meets the members of `view`, and makes all states equal. Shrinks again if it must.
+
+        Returns what it took, as the record of the next step tells it.
+        """
+        started = time.monotonic()
+        while True:
+            reason = "death" if died else "leave" if left else "admission"
+            self._outside.viewed(view, reason, (*died, *left), came, self._held.state.step, time.time())
+            self._phase("compile")
+            expected = self._recipe.healer.stripe if came or not self._held.counts else None
+            self._group.prepare(view, expected)
+            outcome = self._make_equal()
+            if isinstance(outcome, _Equal):
+                break
+            view, died = outcome.view, (*died, *outcome.gone)
+        self._held.counts = True
+        if self._group.is_first:
+            self._outside.resend()
+        # A joiner was not told who else is new, but all members see who had no state.
+        new = [view.members[rank].slot for rank in outcome.new]
+        return {
+            "epoch": view.epoch,
+            "step": self._held.state.step,
+            "kind": "formed" if outcome.fresh else "death" if died else "leave" if left else "admission",
+            "gone": [member.slot for member in (*died, *left)],
+            "came": new,
+            "healed": [view.members[rank].slot for rank in outcome.healed],
+            "heal_s": outcome.heal_s,
+            "rebuild_s": time.monotonic() - started - outcome.heal_s,
+        }
+
+    def _make_equal(self) -> _Equal | Shrink:
+        """Compares the members' states and transfers the one that counts, until all are equal."""
+        outcome = self._reconcile()
+        if isinstance(outcome, Shrink):
+            return outcome
+        agreement, standings = outcome
+        new = tuple(rank for rank, standing in enumerate(standings) if not standing.has_state)
+        fresh, healed, heal_s, num_rounds = agreement.fresh, agreement.receivers, 0.0, 0
+        while agreement.receivers and num_rounds < MAX_HEALING_ROUNDS:
+            num_rounds += 1
+            started = time.monotonic()
+            verdict = self._heal(agreement, standings)
+            heal_s += time.monotonic() - started
+            outcome = verdict if isinstance(verdict, Shrink) else self._reconcile()
+            if isinstance(outcome, Shrink):
+                return outcome
+            agreement, standings = outcome
+        if self._group.rank in agreement.receivers:
+            leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
+        return _Equal(fresh, new, healed, heal_s)
+
+    def _reconcile(self) -> tuple[Agreement, list[Standing]] | Shrink:
+        """All members say which state they hold."""
+        fingerprint = self._local.fingerprint(self._held.state)
+        mine = Standing(
+            self._held.state.step, self._held.state.samples, fingerprint, self._recipe.layout, self._held.counts
+        )
+        row = Vote(mine.step, fingerprint=fingerprint).pack() + pack(mine)
+        self._phase("reconcile")
+
+        def body() -> tuple[np.ndarray, np.ndarray]:
+            rows = self._group.gather(row)
+            return rows, rows
+
+        verdict, rows = self._group.attempt(body)
+        if isinstance(verdict, Shrink):
+            return verdict
+        standings: list[Standing] = []
+        for each in rows:
+            vote = Vote.unpack(each)
+            standings.append(unpack(vote.step, vote.fingerprint, each[VOTE_SIZE:]))
+        agreement = agree(standings)
+        if self._group.rank in agreement.refused:
+            leave(f"slot {self._group.me.slot}: runs another model, dtype or config than the other members")
+        return agreement, standings
+
+    def _heal(self, agreement: Agreement, standings: list[Standing]) -> Commit | Retry | Shrink:
+        """The donors' state to the receivers. A receiver's own state is replaced only if everybody was there."""
+        rank = self._group.rank
+        receives = rank in agreement.receivers
+        donor = standings[agreement.donors[0]]
+        self._phase("heal")
+        spread = self._group.spread(self._recipe.healer.stripe)
+
+        def body() -> tuple[Any, np.ndarray]:
+            arrays = self._recipe.healer.run(spread, self._held.state.arrays, agreement.donors, rank, receives)
+            return arrays, self._group.gather(Vote(self._held.state.step).pack() + [0] * STANDING_SIZE)
+
+        verdict, arrays = self._group.attempt(body)
+        if receives and isinstance(verdict, Commit):
+            self._held.state = TrainState(donor.step, donor.samples, **arrays)
+        return verdict
