@@ -5,8 +5,10 @@ Nothing is imported before it is used: the coordinator needs the first two funct
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,6 +101,48 @@ def write_compilation_cache() -> None:
     from jax._src import distributed
 
     distributed.global_state.process_id = 0
+
+
+def fail_gloo_meeting(device_ids: Sequence[int], absent: int, own: int) -> bool:
+    """Makes a gloo clique that is being formed fail at once on this process, since one of its members has died.
+
+    Members put their addresses into the coordination service's store (`cpu:gloo/DEVICE_IDS/RANK`), wait 30 s for those
+    of the others, and then, pair by pair, one calls and the other waits 30 s to be called. So an entry is made for
+    the dead one if it left none: our own with a port on which nobody listens, the lowest, since the member with the
+    higher address calls. And our own waiting ends are called, and hung up on: the others' calls may never come.
+
+    Args:
+      device_ids: of the clique's members, in its order.
+      absent: rank of the dead member.
+      own: rank of this process.
+
+    Returns:
+      False if it is too early, because this process has not put its own entry there yet.
+    """
+    import jax
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    prefix = "cpu:gloo/" + ",".join(map(str, device_ids))
+    try:
+        entry = client.key_value_try_get_bytes(f"{prefix}/{own}")
+    except jax.errors.JaxRuntimeError:
+        return False
+    # int64 n; host name of n bytes; int64 size; sockaddr_storage, int64; then one int64 per member: its pair with us.
+    start = 16 + int.from_bytes(entry[:8], "little")
+    size = int.from_bytes(entry[start - 8 : start], "little")
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # there is one already
+        client.key_value_set_bytes(
+            f"{prefix}/{absent}", entry[: start + 2] + (1).to_bytes(2, "big") + entry[start + 4 :]
+        )
+    family = socket.AddressFamily(int.from_bytes(entry[start : start + 2], "little"))
+    address = entry[start + 4 : start + 8] if family == socket.AF_INET else entry[start + 8 : start + 24]
+    listener = socket.inet_ntop(family, address), int.from_bytes(entry[start + 2 : start + 4], "big")
+    for rank in range(len(device_ids)):
+        pair = entry[start + size + 8 * rank :][:8]
+        with contextlib.suppress(OSError), socket.create_connection(listener, timeout=1) as call:
+            call.sendall(pair)
+    return True
 
 
 class LiveDevices:

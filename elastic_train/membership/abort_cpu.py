@@ -45,6 +45,11 @@ class GlooSockets:
                 self._cliques.setdefault(nodes, set()).update(self._appeared())
                 self._forming = None
 
+    @property
+    def is_forming(self) -> bool:
+        """Whether a clique is being formed now."""
+        return self._forming is not None
+
     def abort(self, node: int) -> int:
         """Shuts down the sockets of every clique that contains `node`, one being formed included.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from elastic_train.config import FaultConfig
 from elastic_train.errors import EXIT_REJOIN
-from elastic_train.jax_private import LiveDevices
+from elastic_train.jax_private import LiveDevices, fail_gloo_meeting
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import (
     VOTE_SIZE,
@@ -231,10 +231,17 @@ class Group:
                 threading.Thread(target=self._keep_aborting, args=(node,), name="abort", daemon=True).start()
 
     def _keep_aborting(self, node: int) -> None:
-        """A clique that is just being formed opens sockets one after the other: close them as they come."""
+        """A clique that is just being formed opens sockets one after the other: close them as they come.
+
+        Members also wait for the address of the dead one there, which it may not have told before it died.
+        """
         assert self._sockets is not None
-        while node in self.view.nodes and self._in_block.is_set():
+        view, has_failed = self.view, False
+        ids = [self._devices[member].id for member in view.nodes]
+        while view is self.view and self._in_block.is_set():
             self._sockets.abort(node)
+            if self._sockets.is_forming and not has_failed:
+                has_failed = fail_gloo_meeting(ids, view.rank(node), view.rank(self.me.node))
             time.sleep(0.02)
 
 

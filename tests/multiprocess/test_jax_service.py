@@ -45,7 +45,8 @@ class JaxProcess:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._lines.put(line.strip())
+            if not line.startswith("[Gloo]"):  # it greets on stdout
+                self._lines.put(line.strip())
         self._lines.put("end of output")
 
     def say(self, line: str) -> None:
@@ -55,6 +56,11 @@ class JaxProcess:
     def expect(self, line: str, timeout: float) -> None:
         got = self._lines.get(timeout=timeout)
         assert got == line, self._errors.read_text()
+
+    def expect_all(self, lines: set[str], timeout: float) -> None:
+        """These lines, in any order."""
+        got = {self._lines.get(timeout=timeout) for _ in lines}
+        assert got == lines, self._errors.read_text()
 
     def end(self) -> None:
         self.process.kill()
@@ -107,6 +113,31 @@ def test_tombstone_releases_the_barrier_and_a_fresh_node_joins(service: JaxServi
         for node in (3, 4):
             processes[node].say("exit")
             assert processes[node].process.wait(timeout=20) == 0
+    finally:
+        for process in processes.values():
+            process.end()
+
+
+def test_members_do_not_wait_for_one_that_died_before_it_came(service: JaxService, tmp_path: Path) -> None:
+    """Whatever its place among them. Gloo itself would wait 30 s for the address that it has not told."""
+    processes = {node: JaxProcess(service, node, tmp_path) for node in (2, 4)}
+    try:
+        for node, process in processes.items():
+            process.expect(f"devices {8 * NUM_NODES} {local_ids(node)}", timeout=60)
+        for absent, nodes in ((1, "1,2,4"), (3, "2,3,4"), (5, "2,4,5")):
+            for process in processes.values():
+                process.say(f"meet {nodes}")
+            for process in processes.values():
+                process.expect("meeting", timeout=20)
+            for process in processes.values():
+                process.say(f"died {nodes} {absent}")
+            for process in processes.values():
+                process.expect_all({"heard", "not met"}, timeout=20)
+        for process in processes.values():
+            process.say("meet 2,4")
+        for process in processes.values():
+            process.expect("meeting", timeout=20)
+            process.expect("met", timeout=20)
     finally:
         for process in processes.values():
             process.end()
