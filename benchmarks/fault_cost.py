@@ -16,12 +16,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-DEADLINE_S = 240.0
+from observed import DEADLINE_S, Observed
 
 
 def main() -> None:
@@ -63,41 +62,6 @@ def main() -> None:
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")
-
-
-class Observed:
-    """A running job, seen through its run directory."""
-
-    def __init__(self, job: subprocess.Popen[bytes], run_dir: Path) -> None:
-        self._job, self._run_dir = job, run_dir
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        path = self._run_dir / name
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-    def wait(self, what: str, found: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + DEADLINE_S
-        while not (result := found()):
-            if self._job.poll() is not None:
-                raise SystemExit(f"the job ended while waiting for {what}")
-            if time.monotonic() > deadline:
-                raise SystemExit(f"waited {DEADLINE_S:g} s for {what}")
-            time.sleep(0.02)
-        return result
-
-    def recovered(self, after: float, key: str, slot: int) -> dict[str, Any] | None:
-        events = [e for e in self.lines("events.jsonl") if e["event"] == "recovered" and e["time"] > after]
-        return next((event for event in events if slot in event[key]), None)
-
-    def pid(self, slot: int) -> int:
-        return [e for e in self.lines("events.jsonl") if e["event"] == "worker_started" and e["slot"] == slot][-1][
-            "pid"
-        ]
-
-    def step(self) -> int:
-        lines = self.lines("ledger.jsonl")
-        return lines[-1]["step"] if lines else 0
 
 
 def measure(job: Observed, slots: list[int], settle: int) -> dict[str, Any]:

@@ -65,11 +65,13 @@ class Run(_Recipe):
       bind: where the coordinator listens; port 0 takes a free one.
       slots: the slots of this host, as 0-3 or 0,2,5; by default all.
       coordinator: HOST:PORT of a coordinator that runs elsewhere; this host then only fills its slots.
+      chaos: a TOML file with faults that are injected into this run; see docs/chaos.md.
     """
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
     slots: Annotated[str | None, _shown_as("SLOTS")] = None
     coordinator: Annotated[str | None, _shown_as("HOST:PORT")] = None
+    chaos: Annotated[Path | None, _shown_as("FILE")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +239,9 @@ def _perform(command: Run | Status | Ledger | Compare | CoordinatorAlone) -> int
             from elastic_train.launch.host import run_agent
             from elastic_train.launch.job import run_job
 
-            options = _job_options(command, command.bind, parse_slots(command.slots))
+            options = _job_options(command, command.bind, parse_slots(command.slots), command.chaos)
+            if command.coordinator is not None and command.chaos is not None:
+                raise UsageError("--chaos belongs to the command that holds the coordinator; leave --coordinator away")
             if command.coordinator is not None:
                 return run_agent(options, command.coordinator, os.environ)
             return run_job(options, os.environ)
@@ -249,7 +253,7 @@ def _perform(command: Run | Status | Ledger | Compare | CoordinatorAlone) -> int
             return run_job(_job_options(command, command.bind, None), os.environ, with_agent=False)
 
 
-def _job_options(command: _Recipe, bind: str, slots: tuple[int, ...] | None) -> JobOptions:
+def _job_options(command: _Recipe, bind: str, slots: tuple[int, ...] | None, chaos: Path | None = None) -> JobOptions:
     from elastic_train.launch.options import JobOptions
     from elastic_train.launch.recipe import recipe_name
 
@@ -264,6 +268,7 @@ def _job_options(command: _Recipe, bind: str, slots: tuple[int, ...] | None) -> 
         seed=command.seed,
         run_dir=command.run_dir or default_run_dir(recipe_name(command.recipe)),
         bind=bind,
+        chaos=chaos,
     )
 
 

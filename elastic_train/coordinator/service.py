@@ -140,6 +140,11 @@ class Coordinator:
             ],
         }
 
+    @property
+    def step(self) -> int:
+        """The newest step that a member has reported."""
+        return self._step()
+
     def wait(self, timeout: float | None) -> r.End | None:
         """The job's end, or None if it goes on after `timeout` seconds."""
         self._ended.wait(timeout)

@@ -120,6 +120,10 @@ class Agent:
         """Sends a signal to every worker."""
         self._workers.forward(number)
 
+    def signal(self, identity: Identity, number: Signals) -> bool:
+        """Sends a signal to one worker. Returns whether it was there."""
+        return self._workers.signal(identity, number)
+
     def close(self, timeout_s: float) -> AgentEnd:
         """Ends every worker at once, whatever the coordinator says, then the agent. See `wait`."""
         self._closing.set()

@@ -42,6 +42,7 @@ class JobSettings:
       heartbeat_timeout_s: of JAX's coordination service.
       min_workers: members pause while there are fewer of them.
       deterministic: only kernels that give the same bits every time.
+      chaos: where orders to inject faults come from; empty unless the job was started with `--chaos`.
     """
 
     coordinator: str
@@ -55,6 +56,7 @@ class JobSettings:
     heartbeat_timeout_s: float
     min_workers: int
     deterministic: bool
+    chaos: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

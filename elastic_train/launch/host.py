@@ -76,6 +76,7 @@ def job_settings(
 ) -> JobSettings:
     """What the workers of a host have in common. The config file is the one in `run_dir`."""
     return JobSettings(
+        chaos=str(run_dir / "chaos") if options.chaos is not None else "",
         coordinator=coordinator,
         secret=secret,
         run_dir=run_dir,

@@ -9,11 +9,13 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from elastic_train.chaos.conductor import Conductor
+from elastic_train.chaos.schedule import Planned, Schedule, read_schedule, resolve
 from elastic_train.config import FaultConfig, shards_note
 from elastic_train.coordinator import control_pb2
 from elastic_train.coordinator.service import Coordinator
@@ -25,6 +27,7 @@ from elastic_train.launch.host import END_LIMIT_S, SECRET_VARIABLE, job_settings
 from elastic_train.launch.options import JobOptions, check_free
 from elastic_train.launch.signals import POLL_S, Signals
 from elastic_train.launch.versions import versions
+from elastic_train.membership.group import Identity
 from elastic_train.membership.roster import Limits, apply
 from elastic_train.membership.roster_events import End
 from elastic_train.telemetry.progress import Display
@@ -54,7 +57,8 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     slots = (options.slots or tuple(range(workers))) if with_agent else ()
     devices = assign_devices(platform, slots, environ)
     run_dir = options.run_dir.resolve()
-    checked = _check_before(run_dir, options.check_request(workers), environ)
+    schedule = read_schedule(options.chaos) if options.chaos is not None else None
+    checked, planned = _check_before(run_dir, options.check_request(workers), environ, schedule)
     secret = environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
 
     with ExitStack() as stack:
@@ -94,13 +98,20 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
                 "pid": os.getpid(),
             }
         )
-        agent = None
+        agent, conductor = None, None
         if with_agent:
             settings = job_settings(coordinator.address, secret, run_dir, options, platform, checked)
-            agent = start_agent(stack, settings, slots, devices, environ)
+            if schedule is not None:  # before a worker looks for its orders
+                chaos = _UnderChaos(coordinator, records)
+                conductor = Conductor(planned, workers, schedule.max_down, run_dir / "chaos", chaos)
+                agent = chaos.agent = start_agent(stack, settings, slots, devices, environ)
+            else:
+                agent = start_agent(stack, settings, slots, devices, environ)
         else:
             display.note(_how_to_join(coordinator.address, options, run_dir))
-        end = _watch(coordinator, agent, display, signals)
+        end = _watch(coordinator, agent, display, signals, conductor)
+        if conductor is not None:
+            conductor.finish()
         if agent is not None:
             agent.wait(END_LIMIT_S)
     print(format_summary(job.summary, run_dir) if job.summary else f"{end.message}\n{end.traceback}", flush=True)
@@ -163,12 +174,39 @@ class _JobRecords:
         self.summary = self._records.summary(about)
 
 
-def _check_before(run_dir: Path, request: CheckRequest, environ: Mapping[str, str]) -> Checked:
-    """The check, between making sure that `run_dir` can be used and using it."""
+class _UnderChaos:
+    """The job, as whoever injects faults sees it."""
+
+    agent: Agent
+
+    def __init__(self, coordinator: Coordinator, records: RunDirectory) -> None:
+        self._coordinator, self._records = coordinator, records
+
+    @property
+    def members(self) -> tuple[Identity, ...]:
+        roster = self._coordinator.roster
+        return tuple(member for member in roster.view.members if roster.is_living(member))
+
+    @property
+    def step(self) -> int:
+        return self._coordinator.step
+
+    def signal(self, identity: Identity, number: signal.Signals) -> bool:
+        return self.agent.signal(identity, number)
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        self._records.event(name, **fields)
+
+
+def _check_before(
+    run_dir: Path, request: CheckRequest, environ: Mapping[str, str], schedule: Schedule | None
+) -> tuple[Checked, Sequence[Planned]]:
+    """The checks, between making sure that `run_dir` can be used and using it; all faults that will be injected."""
     existed = run_dir.exists()
     prepare_run_directory(run_dir)
     try:
-        return check(request, environ)
+        checked = check(request, environ)
+        return checked, resolve(schedule, request.workers, checked.steps) if schedule is not None else ()
     except BaseException:
         if not existed:
             run_dir.rmdir()
@@ -190,7 +228,9 @@ def _limits(workers: int, min_workers: int, faults: FaultConfig) -> Limits:
     )
 
 
-def _watch(coordinator: Coordinator, agent: Agent | None, display: Display, signals: Signals) -> End:
+def _watch(
+    coordinator: Coordinator, agent: Agent | None, display: Display, signals: Signals, conductor: Conductor | None
+) -> End:
     """Waits for the job's end; hands on signals, and the members that come and go, in the meantime."""
     while (end := coordinator.wait(0)) is None:
         for number in signals.wait(POLL_S):
@@ -204,6 +244,8 @@ def _watch(coordinator: Coordinator, agent: Agent | None, display: Display, sign
                 raise InterruptedByUser("interrupted a third time; all workers were ended without a clean stop")
         if agent is not None and agent.ended and coordinator.wait(POLL_S) is None:
             raise GaveUpError(f"this host's agent has ended before the job: {agent.wait(0).reason}")
+        if conductor is not None:
+            conductor.tick()
         display.update(_snapshot(coordinator.status()))
     return end
 

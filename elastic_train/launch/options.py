@@ -20,6 +20,7 @@ class JobOptions:
       slots: those of this host; None takes all.
       steps, seed: settings with an option of their own; None leaves them as they are.
       bind: where the coordinator listens.
+      chaos: a file that says which faults are injected; None for none.
     """
 
     recipe: str
@@ -32,6 +33,7 @@ class JobOptions:
     seed: int | None
     run_dir: Path
     bind: str
+    chaos: Path | None = None
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -40,6 +42,8 @@ class JobOptions:
             raise UsageError(f"--min-workers {self.min_workers}: use at least 1")
         if self.workers is not None and self.min_workers > self.workers:
             raise UsageError(f"--min-workers {self.min_workers} exceeds --workers {self.workers}: it would never begin")
+        if self.chaos is not None and self.slots is not None:
+            raise UsageError("--chaos injects faults into the workers of one host; leave --slots away")
         if self.slots is not None and self.workers is not None and max(self.slots) >= self.workers:
             raise UsageError(
                 f"--slots names slot {max(self.slots)}, but a job of {self.workers} workers has slots 0 to "

@@ -77,6 +77,14 @@ class WorkerProcesses:
             if identity in self._running:
                 _kill_group(self._running[identity].pid)
 
+    def signal(self, identity: Identity, number: signal.Signals) -> bool:
+        """Sends a signal to one worker, not to the processes it has started. Returns whether it was there."""
+        with self._lock:
+            if identity not in self._running:
+                return False
+            os.kill(self._running[identity].pid, number)
+            return True
+
     def forward(self, number: signal.Signals) -> None:
         """Sends a signal to every worker, not to the processes it has started."""
         with self._lock:

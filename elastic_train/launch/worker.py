@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from elastic_train import jax_private
@@ -83,9 +84,14 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
     connected = time.monotonic()
     if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
         member.share_compiled_programs(job.run_dir / "compiled", settings.identity, wait=job.deterministic)
+    made = trainer(resolve(config_class_of(trainer), job.config_file))
+    if job.chaos:
+        from elastic_train.chaos.inject import install
+
+        install(made, settings.identity, Path(job.chaos))
     ports = frozenset(int(address.rpartition(":")[2]) for address in (job.coordinator, settings.jax_address))
     training = member.prepare_member(
-        trainer(resolve(config_class_of(trainer), job.config_file)),
+        made,
         link,
         settings.identity,
         job.min_workers,

@@ -1,0 +1,205 @@
+"""The part of chaos in the job's own process: gives orders when they are due, sends signals, keeps the record."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from elastic_train.chaos.faults import Fault, to_toml
+from elastic_train.chaos.orders import Order, Orders, Strike
+from elastic_train.chaos.schedule import Planned, aim, num_taken, schedule_toml
+from elastic_train.membership.group import Identity
+
+SETTLE_LIMIT_S = 120.0
+"""How long a worker that was struck may stay a member until the next random fault no longer waits for its death."""
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
+
+
+class Job(Protocol):
+    """What the conductor sees of the job, and can do to it."""
+
+    @property
+    def members(self) -> tuple[Identity, ...]:
+        """In the view's order: the oldest first."""
+        ...
+
+    @property
+    def step(self) -> int: ...
+
+    def signal(self, identity: Identity, number: signal.Signals) -> bool:
+        """Sends a signal to a worker; whether it was still there."""
+        ...
+
+    def event(self, name: str, /, **fields: Any) -> None: ...
+
+
+@dataclass
+class _Given:
+    """A fault that is due; `strike` tells of the first worker it has struck. `number` is None before it is given."""
+
+    order: Order
+    planned: Planned
+    strike: Strike | None = None
+
+
+def may_begin(
+    planned: Planned, members: Collection[int], workers: int, max_down: int, num_pending: int, is_settled: bool
+) -> bool:
+    """Whether drawn faults may strike now. Those written down in the file never ask.
+
+    Args:
+      planned: the faults.
+      members: slots that have a member.
+      workers: slots of the job.
+      max_down: how many slots may be without a member at once.
+      num_pending: members that will be lost to orders that nobody has carried out yet.
+      is_settled: all workers that were struck and are to go have gone.
+    """
+    down = workers - len(members) + num_pending + num_taken(planned.faults)
+    return is_settled and down <= max_down
+
+
+class Conductor:
+    """Carries out a schedule. `tick` is called several times a second by one thread.
+
+    Args:
+      planned: all faults.
+      workers, max_down: see `may_begin`.
+      directory: `chaos/` in the run directory; must not exist.
+      job: the job.
+      clock: gives Unix time.
+
+    Raises OSError.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[Planned],
+        workers: int,
+        max_down: int,
+        directory: Path,
+        job: Job,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._workers, self._max_down, self._job, self._clock = workers, max_down, job, clock
+        self._orders = Orders(directory)
+        self._orders.create()
+        (directory / "schedule.toml").write_text(schedule_toml(planned), encoding="utf-8")
+        self._injected = directory / "injected.toml"
+        self._written = [each for each in planned if not each.name]
+        self._drawn = [each for each in planned if each.name]
+        self._given: dict[int, _Given] = {}
+        self._outside: list[_Given] = []
+        self._strikes: dict[str, Strike] = {}
+        self._to_wake: list[tuple[float, Identity]] = []
+        self._first_step_at: float | None = None
+        # Workers know their step better than this process: they get these at once, and strike exactly there.
+        for each in [each for each in self._written if _is_exact(each.faults[0])]:
+            self._written.remove(each)
+            self._give(each, None)
+
+    def tick(self) -> None:
+        """Does what is due now."""
+        now = self._clock()
+        step = self._job.step
+        if self._first_step_at is None and step > 0:
+            self._first_step_at = now
+        self._collect()
+        for _, identity in [each for each in self._to_wake if each[0] <= now]:
+            self._job.signal(identity, signal.SIGCONT)
+        self._to_wake = [each for each in self._to_wake if each[0] > now]
+        for each in [each for each in self._written if self._is_time(each, step, now)]:
+            self._written.remove(each)
+            self._give(each, step)
+        # In their order, one at a time: each begins only when the one before has settled.
+        if self._drawn and self._is_time(self._drawn[0], step, now) and (aimed := self._begins(self._drawn[0], now)):
+            del self._drawn[0]
+            self._give(aimed, step)
+        for given in list(self._outside):
+            self._strike_from_outside(given, step, now)
+
+    def finish(self) -> None:
+        """Notes the last strikes, and the faults that found no occasion."""
+        self._collect()
+        missed = [given.order.fault for given in self._given.values() if given.strike is None]
+        missed += [fault for each in (*self._written, *self._drawn) for fault in each.faults]
+        if missed:
+            self._job.event("faults_missed", faults=[fault.as_table() for fault in missed])
+
+    def _is_time(self, planned: Planned, step: int, now: float) -> bool:
+        if planned.step is not None:
+            return step >= planned.step
+        if self._first_step_at is None or planned.after_s is None:
+            return False
+        return now >= self._first_step_at + planned.after_s
+
+    def _begins(self, planned: Planned, now: float) -> Planned | None:
+        """The drawn faults, aimed at members, if they may strike now."""
+        slots = sorted(member.slot for member in self._job.members)
+        pending = (given for given in self._given.values() if given.strike is None)
+        num_pending = num_taken(given.order.fault for given in pending)
+        if not may_begin(planned, slots, self._workers, self._max_down, num_pending, self._is_settled(now)):
+            return None
+        return aim(planned, slots)
+
+    def _is_settled(self, now: float) -> bool:
+        members = set(self._job.members)
+        doomed = (given.strike for given in self._given.values() if given.strike and given.order.fault.is_lethal)
+        return not any(strike.identity in members and now - strike.time < SETTLE_LIMIT_S for strike in doomed)
+
+    def _give(self, planned: Planned, step: int | None) -> None:
+        for fault in planned.faults:
+            if step is not None:  # now, or as soon as the worker is at that place
+                fault = replace(fault, step=step, after_s=None)
+            given = _Given(Order(len(self._given), fault), planned)
+            self._given[given.order.number] = given
+            if fault.is_outside:
+                self._outside.append(given)
+            else:
+                self._orders.give(given.order)
+
+    def _strike_from_outside(self, given: _Given, step: int, now: float) -> None:
+        fault = given.order.fault
+        members = self._job.members
+        if step < (fault.step or 0) or not members:
+            return
+        by_slot = {member.slot: member for member in members}
+        roles = {"first": members[0], "last": members[-1]}
+        identity = by_slot.get(fault.slot) if isinstance(fault.slot, int) else roles[fault.slot]
+        if identity is not None and self._job.signal(identity, SIGNALS[fault.kind]):
+            self._outside.remove(given)
+            strike = Strike(given.order.number, identity, step, now)
+            self._note(f"{given.order.number}.outside", strike)
+
+    def _collect(self) -> None:
+        for name, strike in self._orders.strikes(self._strikes).items():
+            self._note(name, strike)
+
+    def _note(self, name: str, strike: Strike) -> None:
+        self._strikes[name] = strike
+        given = self._given[strike.number]
+        fault = given.order.fault
+        if given.strike is None:
+            given.strike = strike
+        if fault.kind == "stop":
+            self._to_wake.append((strike.time + (fault.duration_s or 0.0), strike.identity))
+        # Written so that it strikes there again. A worker without a state knows neither its step nor, in another
+        # run, its slot: it is the one that comes after the step at which this fault was due.
+        slot = "joiner" if fault.slot == "joiner" else strike.identity.slot
+        exact = replace(fault, step=fault.step if fault.strikes_new else strike.step, slot=slot)
+        with self._injected.open("a", encoding="utf-8") as file:
+            file.write(to_toml(exact) + "\n")
+        about = {"number": strike.number, "scenario": given.planned.name, **strike.identity._asdict()}
+        about["step"] = self._job.step if fault.strikes_new else strike.step
+        about |= {"kind": fault.kind, "where": fault.where, "lethal": fault.is_lethal}
+        self._job.event("fault_injected", **about, fault=exact.as_table(), reported_time=strike.time)
+
+
+def _is_exact(fault: Fault) -> bool:
+    """Whether a worker can tell by itself when it is due: by its step."""
+    return fault.step is not None and not fault.is_outside and (not fault.strikes_new or fault.step == 0)
