@@ -26,10 +26,10 @@ class PacedConfig(et.Config):
     """
 
     steps: int = 1_000_000
-    batch_size: int = 32
+    batch_size: int = 16  # two rows a shard: few waits, since each ends a little late on a busy machine
     width: int = 64
     prefetch: int = 0  # the time is to be spent in the step, not beside it
-    sample_s: float = 0.01
+    sample_s: float = 0.06
 
 
 class Source:

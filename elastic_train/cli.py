@@ -1,4 +1,4 @@
-"""The command line: `elastic-train run`, `status`, `ledger`, `compare` and `coordinator`."""
+"""The command line: `elastic-train run`, `status`, `ledger`, `compare`, `verify-faults` and `coordinator`."""
 
 from __future__ import annotations
 
@@ -86,6 +86,36 @@ class CoordinatorAlone(_Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyFaults:
+    """Train a recipe undisturbed, then under real faults, and say whether it came to the same and what they cost.
+
+    The faults: SIGKILL of a worker and of the one of slot 0, an exception, a worker that is silent, one that is asked
+    to leave. Run it on your own recipe before you trust it with many machines.
+
+    Exit codes: 0 exact, and every fault survived; 1 not; 2 bad usage, recipe or config; others as `run`.
+
+    Attributes:
+      recipe: a file, a module, or the name of a recipe that comes along (digits_mlp).
+      workers: by default one per GPU, or three on CPU.
+      steps: optimizer updates of each run; by default so many that every lost worker comes back.
+      config: a TOML file with settings.
+      run_dir: where the runs are written; by default runs/RECIPE-verify-TIME.
+      seed: start of all random numbers and of the order of the samples.
+      json: the verdict as one JSON object.
+      overrides: settings, as key=value; several, and several times.
+    """
+
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
+    workers: Annotated[int | None, _shown_as("N")] = None
+    steps: Annotated[int | None, _shown_as("S")] = None
+    config: Annotated[Path | None, _shown_as("FILE")] = None
+    run_dir: Annotated[Path | None, _shown_as("DIR")] = None
+    seed: Annotated[int | None, _shown_as("K")] = None
+    json: bool = False
+    overrides: Overrides = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     """Show what the workers of a job are doing.
 
@@ -157,6 +187,7 @@ Command = (
     | Annotated[Status, tyro.conf.subcommand("status")]
     | Annotated[Ledger, tyro.conf.subcommand("ledger")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[VerifyFaults, tyro.conf.subcommand("verify-faults")]
     | Annotated[CoordinatorAlone, tyro.conf.subcommand("coordinator")]
 )
 
@@ -212,7 +243,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(slots))
 
 
-def _perform(command: Run | Status | Ledger | Compare | CoordinatorAlone) -> int:
+def _perform(command: Run | Status | Ledger | Compare | VerifyFaults | CoordinatorAlone) -> int:
     # Each command imports what it needs: gRPC alone takes a fifth of a second.
     match command:
         case Status():
@@ -245,12 +276,29 @@ def _perform(command: Run | Status | Ledger | Compare | CoordinatorAlone) -> int
             if command.coordinator is not None:
                 return run_agent(options, command.coordinator, os.environ)
             return run_job(options, os.environ)
+        case VerifyFaults():
+            return _verify_faults(command)
         case CoordinatorAlone():
             from elastic_train.launch.job import run_job
 
             if command.workers is None:
                 raise UsageError("give --workers, the number of workers on all hosts together")
             return run_job(_job_options(command, command.bind, None), os.environ, with_agent=False)
+
+
+def _verify_faults(command: VerifyFaults) -> int:
+    from elastic_train.launch.recipe import recipe_name
+    from elastic_train.launch.verify import verify_faults
+
+    run_dir = command.run_dir or default_run_dir(f"{recipe_name(command.recipe)}-verify")
+    same = {key: value for key, value in vars(command).items() if key not in ("json", "run_dir")}
+    options = _job_options(_Recipe(**same, run_dir=run_dir), "127.0.0.1:0", None)
+    verified = verify_faults(options, os.environ)
+    if command.json and verified.verdict is not None:
+        print(json.dumps(verified.verdict.as_json()))
+    else:
+        print(verified.text)
+    return verified.exit_code
 
 
 def _job_options(command: _Recipe, bind: str, slots: tuple[int, ...] | None, chaos: Path | None = None) -> JobOptions:

@@ -1,0 +1,214 @@
+"""The standard schedule of `elastic-train verify-faults`, and what its two runs prove. Pure.
+
+The schedule kills a worker in the exchange and the one of slot 0 between exchange and commit, raises an exception,
+stops a worker for longer than any deadline and asks one to leave. Each fault waits for the workers lost before to be
+back, for which the number of steps between two faults is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic_train.chaos.faults import Fault
+from elastic_train.chaos.schedule import LONG_STOP_S
+from elastic_train.chaos.throughput import Kept, calm_step_times, throughput_kept
+from elastic_train.data.ledger import Report
+from elastic_train.telemetry.compare import Comparison
+from elastic_train.telemetry.faults import moment
+
+Line = Mapping[str, Any]
+
+FIRST_STEP = 10
+"""Steps before the first fault."""
+
+SHARE_OF_GAP = 0.1
+"""What a fault that costs no worker is apart from the next one, as a share of what other faults are."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a job is.
+
+    Attributes:
+      step_s: median step time, in seconds.
+      start_s: the longest that a worker took from its start until it was ready.
+    """
+
+    step_s: float
+    start_s: float
+
+    def gap(self, keepalive_s: float) -> int:
+        """Steps in which a worker that falls silent is found and its successor comes back."""
+        return math.ceil((self.start_s + 2 * keepalive_s + 2.0) / self.step_s) + FIRST_STEP
+
+
+def pace(events: Sequence[Line], commits: Sequence[Line]) -> Pace:
+    """The pace of a run without faults. Raises ValueError if it has too few steps to tell."""
+    times = sorted(commit["step_time_s"] for commit in commits[1:])
+    if not times:
+        raise ValueError("no step after the first was logged")
+    began = {event["slot"]: moment(event) for event in events if event["event"] == "worker_starting"}
+    took = [moment(e) - began[e["slot"]] for e in events if e["event"] == "worker_ready" and e["slot"] in began]
+    return Pace(max(times[len(times) // 2], 1e-4), max(took, default=0.0))
+
+
+def standard_faults(workers: int, gap: int) -> tuple[Fault, ...]:
+    """The faults, in the order of their steps; faults that cost a worker are `gap` steps apart."""
+    small = max(1, round(gap * SHARE_OF_GAP))
+    last, step = workers - 1, FIRST_STEP
+    faults = []
+    for kind, where, slot, needs in (
+        ("kill", "exchange", last, gap),
+        ("raise", "compute", 0, small),
+        ("kill", "barrier", 0, gap),
+        ("stop", "compute", last, gap),
+        ("leave", "anywhere", 0, gap),
+    ):
+        duration_s = LONG_STOP_S if kind == "stop" else None
+        faults.append(Fault(kind=kind, where=where, slot=slot, step=step, duration_s=duration_s))
+        step += needs
+    return tuple(faults)
+
+
+def steps_needed(gap: int) -> int:
+    """How many steps the standard schedule takes until the last worker is back."""
+    return FIRST_STEP + 4 * gap + max(1, round(gap * SHARE_OF_GAP))
+
+
+def gap_within(steps: int) -> int:
+    """The widest gap for which the standard schedule takes no more than so many steps; at least 1."""
+    return max(1, math.floor((steps - FIRST_STEP - 1) / (4 + SHARE_OF_GAP)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the two runs prove.
+
+    Attributes:
+      exact: digests are equal, the ledger is proven, no step was lost with all members.
+      survived: the disturbed run reached its end, with every fault injected, and no slot was given up.
+      promised: equal bits are promised on this platform with these settings.
+      back: every worker that was lost was a member again before the end.
+      num_injected, missed: faults that struck; those that found no occasion.
+      faults: rows of summary.json's `faults`.
+      rejoins: rows of summary.json's `rejoins`.
+      kept: throughput kept at equal numbers of members.
+      time_lost_s: as in summary.json.
+      reasons: why it is not exact, or not survived, in words.
+    """
+
+    exact: bool
+    survived: bool
+    promised: bool
+    back: bool
+    num_injected: int
+    missed: tuple[Line, ...]
+    faults: tuple[Line, ...]
+    rejoins: tuple[Line, ...]
+    kept: Kept
+    time_lost_s: float
+    reasons: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.exact and self.survived
+
+    def as_json(self) -> dict[str, Any]:
+        return {"passed": self.passed, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """What is read of a run directory.
+
+    Attributes:
+      events, commits, ledger: lines of events.jsonl, metrics.jsonl and ledger.jsonl.
+      summary: summary.json.
+      proof: the verified ledger.
+    """
+
+    events: Sequence[Line]
+    commits: Sequence[Line]
+    ledger: Sequence[Line]
+    summary: Line
+    proof: Report
+
+
+def judge(
+    calm_events: Sequence[Line],
+    calm_commits: Sequence[Line],
+    disturbed: Disturbed,
+    comparison: Comparison,
+    workers: int,
+    promised: bool,
+) -> Verdict:
+    """The verdict on an undisturbed run (its events and commits) and a disturbed one."""
+    events, summary = disturbed.events, disturbed.summary
+    injected = [event for event in events if event["event"] == "fault_injected"]
+    missed = [fault for event in events if event["event"] == "faults_missed" for fault in event["faults"]]
+    given_up = sorted({event["slot"] for event in events if event["event"] == "slot_given_up"})
+    inexact, lost = [], []
+    if not comparison.same:
+        inexact.append("the digests differ")
+    if not disturbed.proof.proven:
+        inexact.append("the ledger is not proven")
+    if summary["steps_lost"]:
+        inexact.append(f"{summary['steps_lost']} steps were lost with all members, and taken again")
+    if any(event["event"] == "digests_differ" for event in events):
+        inexact.append("members ended with different states")
+    if summary["status"] != "done":
+        lost.append(f"the run ended as {summary['status']}: {summary['message']}")
+    if given_up:
+        lost.append(f"given up: slots {', '.join(map(str, given_up))}")
+    if missed:
+        lost.append(f"{len(missed)} faults found no occasion to strike")
+    # What is calm in the disturbed run tells of the numbers of members that the other run never had.
+    calm = {**calm_step_times(events, disturbed.commits), **calm_step_times(calm_events, calm_commits)}
+    return Verdict(
+        exact=not inexact,
+        survived=not lost,
+        promised=promised,
+        back=bool(disturbed.ledger) and len(disturbed.ledger[-1]["workers"]) == workers,
+        num_injected=len(injected),
+        missed=tuple(missed),
+        faults=tuple(summary["faults"]),
+        rejoins=tuple(summary["rejoins"]),
+        kept=throughput_kept(disturbed.commits, calm),
+        time_lost_s=summary["time_lost_s"],
+        reasons=(*inexact, *lost),
+    )
+
+
+def format_verdict(verdict: Verdict, comparison: str) -> str:
+    """In words. `comparison` says whether, or where, the two runs part."""
+    lines = ["", "verify-faults: " + ("PASSED" if verdict.passed else "FAILED")]
+    lines.append(f"exact       {'yes' if verdict.exact else 'NO'}")
+    lines += [f"            {line}" for line in comparison.splitlines()]
+    lines.append(f"survived    {'yes' if verdict.survived else 'NO'}, {verdict.num_injected} faults injected")
+    lines += [f"            {reason}" for reason in verdict.reasons]
+    if not verdict.back:
+        lines.append(
+            "            not every worker was back before the end, so later faults met fewer; use more --steps"
+        )
+    if not verdict.exact and not verdict.promised:
+        lines.append(
+            "            On GPUs equal bits are promised with deterministic = true only: try again with "
+            "--set deterministic=true"
+        )
+    for fault in verdict.faults:
+        total = "?" if fault["total_s"] is None else f"{fault['total_s']:.2f}"
+        lines.append(f"fault       {fault['kind']} slot {fault['slot']} at step {fault['step']}: {total} s lost")
+    for rejoin in verdict.rejoins:
+        took = rejoin["start_to_member_s"]
+        since = "" if took is None else f", {took:.1f} s after its start"
+        lines.append(
+            f"return      slot {rejoin['slot']} at step {rejoin['step']}: the others waited "
+            f"{rejoin['stall_s']:.2f} s{since}"
+        )
+    share = verdict.kept.share
+    kept = "not known: too few steps" if share is None else f"{share:.1%} of what as many members do without faults"
+    lines.append(f"throughput  {kept}; {verdict.time_lost_s:.2f} s lost in all")
+    return "\n".join(lines)

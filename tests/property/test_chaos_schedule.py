@@ -1,0 +1,105 @@
+"""Schedules of faults: read back as written, drawn the same from the same seed, and never more than a job survives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.chaos.faults import PLACES, Fault
+from elastic_train.chaos.schedule import (
+    SCENARIOS,
+    Planned,
+    RandomFaults,
+    Schedule,
+    aim,
+    num_taken,
+    parse_schedule,
+    resolve,
+    schedule_toml,
+)
+
+STEPS = 100_000
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Fault:
+    kind = draw(st.sampled_from(sorted(PLACES)))
+    where = draw(st.sampled_from(PLACES[kind]))
+    slots: list[int | str] = [0, 3, "random"]
+    if where != "start":
+        slots += ["first", "last"]
+    if where in ("gather", "heal"):
+        slots.append("joiner")
+    if where == "heal":
+        slots.append("donor")
+    when = draw(st.one_of(st.builds(lambda n: {"step": n}, st.integers(0, 1000)), st.just({"after_s": 12.5})))
+    more = {"repeat": draw(st.sampled_from(["once", "incarnation", "slot"]))} if kind == "raise" else {}
+    if kind == "stop":
+        more["duration_s"] = draw(st.sampled_from([0.5, 30.0]))
+    slot = "joiner" if kind == "corrupt" else draw(st.sampled_from(slots))
+    return Fault(kind=kind, where=where, slot=slot, **when, **more)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> tuple[RandomFaults, int]:
+    workers = draw(st.integers(4, 9))
+    names = draw(st.lists(st.sampled_from(sorted(SCENARIOS)), min_size=1, unique=True))
+    kinds = {name: draw(st.integers(1, 5)) for name in names}
+    jitter = draw(st.sampled_from([0.0, 0.3, 0.9]))
+    if draw(st.booleans()):
+        return RandomFaults(kinds=kinds, every_steps=500, jitter=jitter, until_step=9000, max_down=workers - 1), workers
+    return RandomFaults(kinds=kinds, every_s=15, jitter=jitter, until_s=600, max_down=workers - 1), workers
+
+
+@given(st.lists(faults(), min_size=1, max_size=5))
+def test_written_faults_read_back(written: list[Fault]) -> None:
+    text = schedule_toml([Planned((fault,)) for fault in written])
+    assert parse_schedule(text).faults == tuple(written)
+
+
+@given(drawn(), st.integers(0, 100))
+def test_the_same_seed_gives_the_same_faults(what: tuple[RandomFaults, int], seed: int) -> None:
+    random, workers = what
+    planned = resolve(Schedule(seed=seed, random=random), workers, STEPS)
+    assert planned == resolve(Schedule(seed=seed, random=random), workers, STEPS)
+    assert planned != resolve(Schedule(seed=seed + 1, random=random), workers, STEPS) or not random.jitter
+    resolved = parse_schedule(schedule_toml(planned)).faults
+    assert resolved == tuple(fault for each in planned for fault in each.faults)
+
+
+@given(drawn(), st.integers(0, 100))
+def test_what_is_drawn_fits_the_job_and_its_time(what: tuple[RandomFaults, int], seed: int) -> None:
+    random, workers = what
+    planned = resolve(Schedule(seed=seed, random=random), workers, STEPS)
+    times = [each.step if each.step is not None else each.after_s for each in planned]
+    every, until = (500, 9000) if random.every_steps else (15, 600)
+    assert times == sorted(times)
+    assert times[0] == every and times[-1] <= until
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert all(every * (1 - random.jitter) - 1 <= gap <= every * (1 + random.jitter) + 1 for gap in gaps)
+    for each in planned:
+        assert {each.name} <= set(random.kinds)
+        assert num_taken(each.faults) <= random.max_down
+        struck = [fault.slot for fault in each.faults if isinstance(fault.slot, int)]
+        assert all(slot < workers for slot in struck)
+
+
+@given(drawn(), st.integers(0, 100), st.sets(st.integers(0, 8), min_size=1))
+def test_aim_strikes_members_and_as_many_as_planned(
+    what: tuple[RandomFaults, int], seed: int, members: set[int]
+) -> None:
+    random, workers = what
+    for planned in resolve(Schedule(seed=seed, random=random), workers, STEPS):
+        wanted = {fault.slot for fault in planned.faults if isinstance(fault.slot, int)}
+        aimed = aim(planned, sorted(members))
+        if aimed is None:
+            assert len(wanted) > len(members)
+            continue
+        slots = {fault.slot for fault in aimed.faults if isinstance(fault.slot, int)}
+        assert slots <= members and len(slots) == len(wanted)
+        assert [replace(fault, slot=0) for fault in planned.faults if isinstance(fault.slot, int)] == [
+            replace(fault, slot=0) for fault in aimed.faults if isinstance(fault.slot, int)
+        ]

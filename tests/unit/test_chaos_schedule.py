@@ -1,0 +1,102 @@
+"""A chaos file that is wrong is refused with the key, the value and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_train.chaos.faults import ScheduleError
+from elastic_train.chaos.schedule import parse_schedule, read_schedule, resolve
+
+KILL = '[[fault]]\nkind = "kill"\nstep = 20\nslot = 1\n'
+RANDOM = "[random]\nevery_steps = 50\nkinds = { kill = 1 }\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there is no fault in it"),
+        ("seed = 1\n[[fault", "not valid TOML"),
+        ("seeds = 1", "unknown 'seeds'. Did you mean 'seed'?"),
+        ("seed = 1.5\n" + KILL, "seed = 1.5: use a whole number"),
+        ("fault = 1", "write each fault as a table of its own"),
+        ('[[fault]]\nkind = "kil"\nstep = 1', "fault 1: kind: unknown 'kil'. Did you mean 'kill'?"),
+        ("[[fault]]\nstep = 1", "fault 1: kind is missing"),
+        (KILL + '[[fault]]\nkind = "kill"\nstep = 1\nwher = "data"', "fault 2: unknown 'wher'. Did you mean 'where'?"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nwhere = "exchang"', "where = 'exchang': a kill can be at anywhere, data"),
+        ('[[fault]]\nkind = "leave"\nstep = 1\nwhere = "data"', "a leave can be at anywhere"),
+        ('[[fault]]\nkind = "kill"', "give either step or after_s"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nafter_s = 2.0', "give either step or after_s"),
+        ('[[fault]]\nkind = "kill"\nstep = -1', "step = -1: use a number of completed steps"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nslot = "frist"', "Did you mean 'first'?"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nslot = true', "slot = True"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nslot = "donor"\nwhere = "gather"', "a donor is one at"),
+        ('[[fault]]\nkind = "corrupt"\nstep = 1\nslot = 1', "what is received is corrupted"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nslot = "first"\nwhere = "start"', "a worker that starts is no member"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nduration_s = 2', "only a fault of kind stop has it"),
+        ('[[fault]]\nkind = "stop"\nstep = 1\nduration_s = 0', "use a positive number"),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nrepeat = "slot"', "only a fault of kind raise is repeated"),
+        ("[random]\nevery_steps = 50", "random: kinds is missing"),
+        ("[random]\nevery_steps = 50\nkinds = { kil = 1 }", "Did you mean 'kill'?"),
+        ("[random]\nevery_steps = 50\nkinds = { kill = 0 }", "kinds.kill = 0: use a positive weight"),
+        ("[random]\nkinds = { kill = 1 }", "give either every_steps or every_s"),
+        ("[random]\nevery_s = 5\nkinds = { kill = 1 }", "until_s = None: say for how many seconds"),
+        (RANDOM + "quiet_s = 5", "quiet_s = 5: the interval is given in steps"),
+        (RANDOM + "jitter = 1.0", "jitter = 1.0: use a share from 0 to below 1"),
+        (RANDOM + "max_down = 0", "max_down = 0: use a number of slots"),
+        (RANDOM + "max_dow = 1", "Did you mean 'max_down'?"),
+    ],
+)
+def test_wrong_files(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        parse_schedule(text)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (KILL, "fault 1: slot = 1: the job has slots 0 to 0"),
+        (KILL.replace("slot = 1", "slot = 0").replace("20", "100"), "fault 1: step = 100: the job ends after step 100"),
+        (RANDOM, "random: max_down = 1: a job of 1 workers survives at most 0"),
+    ],
+)
+def test_files_that_do_not_fit_the_job(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        resolve(parse_schedule(text), workers=1, steps=100)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[random]\nevery_steps = 50\nkinds = { kill_two = 1 }", "random: kinds = 'kill_two': needs at least 3"),
+        (RANDOM.replace("50", "90"), "no fault fits"),
+    ],
+)
+def test_drawn_faults_that_do_not_fit_the_job(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as raised:
+        resolve(parse_schedule(text), workers=2, steps=100)
+    assert message in str(raised.value)
+
+
+def test_a_scenario_that_takes_too_many_at_once_is_refused() -> None:
+    text = "[random]\nevery_steps = 50\nmax_down = 1\nkinds = { kill_two = 1 }"
+    with pytest.raises(ScheduleError, match="max_down = 1: too low for kill_two, which takes 2 members"):
+        resolve(parse_schedule(text), workers=4, steps=1000)
+
+
+def test_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"--chaos .*none.toml: cannot be read \(No such file"):
+        read_schedule(tmp_path / "none.toml")
+    (tmp_path / "chaos.toml").write_text("seed = 1")
+    with pytest.raises(ScheduleError, match=r"--chaos .*chaos.toml: there is no fault in it"):
+        read_schedule(tmp_path / "chaos.toml")
+
+
+def test_random_slots_are_drawn_from_the_seed() -> None:
+    text = "".join(f'[[fault]]\nkind = "kill"\nstep = {step}\n' for step in range(20))
+    slots = [[p.faults[0].slot for p in resolve(parse_schedule(f"seed = {s}\n{text}"), 4, 100)] for s in (1, 1, 2)]
+    assert slots[0] == slots[1] != slots[2]
+    assert set(slots[0]) == {0, 1, 2, 3}

@@ -1,0 +1,186 @@
+"""When faults are given out, who is struck, and what is kept of it: the conductor with a job that is only told."""
+
+from __future__ import annotations
+
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train.chaos.conductor import Conductor, may_begin
+from elastic_train.chaos.faults import Fault
+from elastic_train.chaos.orders import Orders, Strike
+from elastic_train.chaos.schedule import Planned, parse_schedule, resolve
+from elastic_train.membership.group import Identity
+
+WORKERS = [Identity(slot, 0, slot + 1) for slot in range(4)]
+
+
+class ToldJob:
+    """A job that is where the test says."""
+
+    def __init__(self) -> None:
+        self.members: tuple[Identity, ...] = tuple(WORKERS)
+        self.step = 0
+        self.signals: list[tuple[Identity, signal.Signals]] = []
+        self.events: list[dict[str, Any]] = []
+        self.now = 1000.0
+
+    def signal(self, identity: Identity, number: signal.Signals) -> bool:
+        if identity not in self.members:
+            return False
+        self.signals.append((identity, number))
+        return True
+
+    def event(self, name: str, /, **fields: Any) -> None:
+        self.events.append({"event": name, **fields})
+
+
+@pytest.fixture
+def job() -> ToldJob:
+    return ToldJob()
+
+
+def conductor(job: ToldJob, path: Path, text: str, steps: int = 1000) -> Conductor:
+    schedule = parse_schedule(text)
+    planned = resolve(schedule, 4, steps)
+    return Conductor(planned, 4, schedule.max_down, path / "chaos", job, lambda: job.now)
+
+
+def orders(path: Path) -> list[Fault]:
+    return [order.fault for order in Orders(path / "chaos").read()]
+
+
+def strike(path: Path, number: int, identity: Identity, step: int, time: float = 1000.0) -> None:
+    assert Orders(path / "chaos").claim(Strike(number, identity, step, time), str(number))
+
+
+def test_exact_places_are_told_before_the_start(job: ToldJob, tmp_path: Path) -> None:
+    conductor(job, tmp_path, '[[fault]]\nkind = "kill"\nstep = 20\nslot = 1\nwhere = "exchange"')
+    assert orders(tmp_path) == [Fault(kind="kill", step=20, slot=1, where="exchange")]
+
+
+def test_a_joiner_is_struck_after_the_step(job: ToldJob, tmp_path: Path) -> None:
+    text = '[[fault]]\nkind = "kill"\nstep = 20\nslot = "joiner"\nwhere = "heal"'
+    playing = conductor(job, tmp_path, text)
+    job.step = 19
+    playing.tick()
+    assert orders(tmp_path) == []
+    job.step = 25
+    playing.tick()
+    assert [fault.step for fault in orders(tmp_path)] == [25]
+    strike(tmp_path, 0, Identity(3, 1, 9), 0)
+    playing.tick()
+    assert job.events[-1]["step"] == 25 and job.events[-1]["slot"] == 3
+    assert job.events[-1]["fault"] == {"kind": "kill", "where": "heal", "step": 25, "slot": "joiner"}
+
+
+def test_signals_from_outside(job: ToldJob, tmp_path: Path) -> None:
+    text = """
+        [[fault]]
+        kind = "kill"
+        step = 20
+        slot = "first"
+        [[fault]]
+        kind = "stop"
+        step = 30
+        slot = "last"
+        duration_s = 5.0
+        [[fault]]
+        kind = "leave"
+        after_s = 8.0
+        slot = 2
+    """
+    playing = conductor(job, tmp_path, text)
+    for job.step in (19, 20, 21):
+        playing.tick()
+    assert job.signals == [(WORKERS[0], signal.SIGKILL)]
+    job.step = 30
+    playing.tick()
+    assert job.signals[1:] == [(WORKERS[3], signal.SIGSTOP)]
+    job.now += 5
+    playing.tick()
+    assert job.signals[2:] == [(WORKERS[3], signal.SIGCONT)]
+    job.now += 3
+    playing.tick()
+    assert job.signals[3:] == [(WORKERS[2], signal.SIGTERM)]
+    assert [event["fault"]["slot"] for event in job.events] == [0, 3, 2]
+    injected = tomllib.loads((tmp_path / "chaos" / "injected.toml").read_text())["fault"]
+    assert injected == [event["fault"] for event in job.events]
+    assert orders(tmp_path) == []
+
+
+def test_a_signal_waits_for_its_worker(job: ToldJob, tmp_path: Path) -> None:
+    playing = conductor(job, tmp_path, '[[fault]]\nkind = "kill"\nstep = 20\nslot = 1')
+    job.step, job.members = 20, tuple(WORKERS[2:])
+    playing.tick()
+    assert job.signals == [] and job.events == []
+    job.members = tuple(WORKERS)
+    playing.tick()
+    assert job.signals == [(WORKERS[1], signal.SIGKILL)]
+
+
+def test_drawn_faults_wait_until_the_job_can_bear_them(job: ToldJob, tmp_path: Path) -> None:
+    text = "[random]\nevery_steps = 10\nuntil_step = 20\njitter = 0.0\nkinds = { kill_starting = 1 }"
+    playing = conductor(job, tmp_path, text)
+    job.step = 15
+    playing.tick()
+    ((struck, _),) = job.signals
+    assert [(fault.where, fault.slot) for fault in orders(tmp_path)] == [("start", struck.slot)]
+    job.step = 25
+    playing.tick()
+    assert len(job.signals) == 1  # the first is still a member
+    job.members = tuple(worker for worker in WORKERS if worker != struck)
+    playing.tick()
+    assert len(job.signals) == 1  # and now one slot is down, as many as may be
+    job.members = (*job.members, Identity(struck.slot, 2, 9))
+    playing.tick()
+    assert len(job.signals) == 2
+
+
+def test_what_found_no_occasion_is_told(job: ToldJob, tmp_path: Path) -> None:
+    text = """
+        [[fault]]
+        kind = "kill"
+        step = 20
+        slot = 1
+        where = "heal"
+        [[fault]]
+        kind = "leave"
+        step = 500
+        slot = 2
+    """
+    playing = conductor(job, tmp_path, text)
+    job.step = 30
+    playing.tick()
+    playing.finish()
+    ((missed),) = job.events
+    assert missed["event"] == "faults_missed"
+    assert [fault["kind"] for fault in missed["faults"]] == ["kill", "leave"]
+
+
+def test_one_order_strikes_one_worker_and_is_on_record_first(job: ToldJob, tmp_path: Path) -> None:
+    playing = conductor(job, tmp_path, '[[fault]]\nkind = "kill"\nstep = 0\nslot = "donor"\nwhere = "heal"')
+    mine, other = Orders(tmp_path / "chaos"), Orders(tmp_path / "chaos")
+    assert mine.claim(Strike(0, WORKERS[0], 7, 1.0), "0")
+    assert not other.claim(Strike(0, WORKERS[1], 7, 1.0), "0")
+    playing.tick()
+    playing.tick()
+    (event,) = job.events
+    assert (event["slot"], event["step"], event["lethal"]) == (0, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("members", "num_pending", "is_settled", "expected"),
+    [
+        ({0, 1, 2, 3}, 0, True, True),
+        ({0, 1, 2, 3}, 0, False, False),
+        ({0, 1, 2, 3}, 1, True, False),
+        ({0, 1, 2}, 0, True, False),
+    ],
+)
+def test_may_begin(members: set[int], num_pending: int, is_settled: bool, expected: bool) -> None:
+    planned = Planned(tuple(Fault(kind="kill", step=1, slot=slot) for slot in (0, 1)), "kill_two")
+    assert may_begin(planned, members, 4, 2, num_pending, is_settled) is expected
