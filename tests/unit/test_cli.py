@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -181,3 +182,24 @@ def test_the_job_process_imports_no_jax() -> None:
     command = [sys.executable, "-c", code]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=os.environ)
     assert json.loads(printed.stdout) == []
+
+
+def test_a_wrong_chaos_file_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chaos, run_dir = tmp_path / "chaos.toml", tmp_path / "run"
+    run = ("run", "recipes.linear", "--workers", "2", "--run-dir", str(run_dir), "--chaos", str(chaos))
+    assert "cannot be read" in refused(capsys, *run)
+    chaos.write_text('[[fault]]\nkind = "kil"\nstep = 1\n')
+    assert "Did you mean 'kill'?" in refused(capsys, *run)
+    chaos.write_text('[[fault]]\nkind = "kill"\nstep = 1\nslot = 2\n')
+    monkeypatch.setattr(job, "check", lambda *_: SimpleNamespace(steps=100))
+    assert "fault 1: slot = 2: the job has slots 0 to 1" in refused(capsys, *run)
+    assert not run_dir.exists()
+    assert "leave --coordinator away" in refused(capsys, *run, "--coordinator", "127.0.0.1:1")
+    assert "leave --slots away" in refused(capsys, *run, "--slots", "0")
+
+
+def test_faults_cannot_be_verified_with_one_worker(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    verify = ("verify-faults", "recipes.linear", "--workers", "1", "--run-dir", str(tmp_path / "run"))
+    assert "nobody would be left" in refused(capsys, *verify)

@@ -48,6 +48,10 @@ def test_worker_reads_what_the_agent_wrote() -> None:
     assert not settings.leave_requested.is_set()
 
 
+def test_faults_cannot_be_asked_for_from_outside() -> None:
+    assert WorkerSettings.read(environment({"ELASTIC_TRAIN_CHAOS": "/somewhere"})).job.chaos == ""
+
+
 def test_names_of_the_variables() -> None:
     environ = environment({})
     assert environ["ELASTIC_TRAIN_SLOT"] == "2"

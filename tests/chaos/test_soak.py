@@ -1,0 +1,34 @@
+"""The soak at the foot of the catalogue, in three minutes: random faults of many kinds, and an exact result.
+
+`benchmarks/soak.py --seconds 1800` is the long one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120
+LIMIT_S = 560
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_soak_of_random_faults_is_exact(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(SECONDS), "--every", "12"]
+    command += ["--no-reference", "--run-dir", str(tmp_path / "soak"), "--out", str(tmp_path / "report.json")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    log = tmp_path / "soak" / "soak.out"
+    about = ended.stdout + ended.stderr + (log.read_text()[-5000:] if log.exists() else "")
+    assert (tmp_path / "report.json").exists(), about
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["exact"], about
+    assert report["all_survived"], about
+    assert report["ledger_proven"], about
+    assert report["num_faults"] >= 4, about
+    assert report["coordinator"]["at_end"]["num_fds"] <= report["coordinator"]["at_start"]["num_fds"] + 10, about
+    print(about)  # the throughput kept is for whoever reads it: this machine may be doing other things, too

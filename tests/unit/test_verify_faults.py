@@ -1,0 +1,125 @@
+"""The standard schedule, and the verdict on two runs; made up, but for the ledger's proof."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_train.chaos.standard import (
+    Disturbed,
+    Pace,
+    Verdict,
+    format_verdict,
+    gap_within,
+    judge,
+    pace,
+    standard_faults,
+    steps_needed,
+)
+from elastic_train.data.ledger import Report, verify
+from elastic_train.telemetry.compare import Comparison
+
+
+@given(st.integers(2, 9), st.integers(1, 5000))
+def test_standard_faults_fit_into_the_steps_they_need(workers: int, gap: int) -> None:
+    faults = standard_faults(workers, gap)
+    steps = [fault.step for fault in faults if fault.step is not None]
+    assert len(steps) == 5 and steps == sorted(set(steps))
+    assert steps[-1] + gap == steps_needed(gap)
+    assert {fault.kind for fault in faults} == {"kill", "raise", "stop", "leave"}
+    assert {fault.slot for fault in faults} == {0, workers - 1}
+
+
+@given(st.integers(20, 100_000))
+def test_the_gap_for_given_steps_is_the_widest_that_fits(steps: int) -> None:
+    gap = gap_within(steps)
+    assert steps_needed(gap) <= steps or gap == 1
+    assert steps_needed(gap + 2) > steps
+
+
+def test_pace_of_a_run() -> None:
+    events = [
+        {"event": "worker_starting", "time": 10.0, "slot": 0},
+        {"event": "worker_starting", "time": 10.0, "slot": 1},
+        {"event": "worker_ready", "time": 16.0, "slot": 0},
+        {"event": "worker_ready", "time": 18.0, "slot": 1},
+    ]
+    commits = [{"step_time_s": took} for took in (9.0, 0.1, 0.2, 0.1)]
+    assert pace(events, commits) == Pace(0.1, 8.0)
+    assert Pace(0.1, 8.0).gap(keepalive_s=5.0) == 210
+    with pytest.raises(ValueError, match="no step after the first"):
+        pace(events, commits[:1])
+
+
+SUMMARY = {"status": "done", "message": "done", "steps_lost": 0, "faults": [], "rejoins": [], "time_lost_s": 0.0}
+
+
+def lines(members: int = 2) -> list[dict[str, Any]]:
+    return [
+        {"step": step, "time": float(step), "step_time_s": 1.0, "workers": list(range(members)), "epoch": 1}
+        for step in range(1, 30)
+    ]
+
+
+def proof(proven: bool = True) -> Report:
+    return verify(
+        (
+            '{"step": 1, "pass": 0, "first_sample": 0, "num_samples": 2, "pass_size": 10, "workers": [0]}\n',
+            *([] if proven else ["no line of a ledger\n"]),
+        ),
+        seed=0,
+        first_step=1,
+        witnesses={},
+        end=None,
+    )
+
+
+def verdict(
+    same: bool = True,
+    events: tuple[dict[str, Any], ...] = (),
+    members: int = 2,
+    promised: bool = True,
+    proven: bool = True,
+    **summary: Any,
+) -> Verdict:
+    comparison = Comparison(same, (same, same), None, 29, [], None, (29, 29))
+    disturbed = Disturbed(events, lines(members), lines(members), {**SUMMARY, **summary}, proof(proven))
+    return judge([], lines(), disturbed, comparison, 2, promised)
+
+
+def test_equal_digests_and_no_loss_pass() -> None:
+    found = verdict(events=({"event": "fault_injected", "step": 3},))
+    assert found.passed and found.back and found.num_injected == 1
+    assert found.kept.share == pytest.approx(1.0)
+    assert "PASSED" in format_verdict(found, "same: a and b")
+
+
+@pytest.mark.parametrize(
+    ("about", "exact", "reason"),
+    [
+        ({"same": False}, False, "the digests differ"),
+        ({"proven": False}, False, "the ledger is not proven"),
+        ({"steps_lost": 3}, False, "3 steps were lost"),
+        ({"events": ({"event": "digests_differ"},)}, False, "members ended with different states"),
+        ({"status": "failed", "message": "no"}, True, "the run ended as failed: no"),
+        ({"events": ({"event": "slot_given_up", "slot": 1},)}, True, "given up: slots 1"),
+        ({"events": ({"event": "faults_missed", "faults": [{"kind": "kill"}]},)}, True, "1 faults found no occasion"),
+    ],
+)
+def test_what_fails(about: dict[str, Any], exact: bool, reason: str) -> None:
+    found = verdict(**about)
+    assert not found.passed and found.exact is exact
+    assert any(reason in each for each in found.reasons)
+    assert reason in format_verdict(found, "different: a and b")
+
+
+def test_gpus_promise_equal_bits_only_when_asked_to() -> None:
+    assert "--set deterministic=true" in format_verdict(verdict(same=False, promised=False), "different")
+    assert "--set deterministic=true" not in format_verdict(verdict(same=False), "different")
+
+
+def test_a_worker_that_is_not_back_is_told() -> None:
+    assert "not every worker was back" in format_verdict(verdict(members=1), "same")
