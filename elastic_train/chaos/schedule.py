@@ -108,7 +108,7 @@ SCENARIOS: Mapping[str, tuple[Draw, int]] = {
     "raise": (_single("raise", "data", "compute", "hook"), 1),
     "raise_always": (_single("raise", "data", "compute", repeat="incarnation"), 2),
     "leave": (_single("leave"), 2),
-    "deadlock": (_single("deadlock", "data", "hook"), 2),
+    "deadlock": (_single("deadlock", "data"), 2),
     "endless": (_single("endless"), 2),
     "slow": (_single("slow"), 1),
     "nonfinite": (_single("nonfinite"), 1),

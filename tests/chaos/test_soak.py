@@ -28,7 +28,6 @@ def test_soak_of_random_faults_is_exact(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["exact"], about
     assert report["all_survived"], about
-    assert report["ledger_proven"], about
     assert report["num_faults"] >= 4, about
     assert report["coordinator"]["at_end"]["num_fds"] <= report["coordinator"]["at_start"]["num_fds"] + 10, about
     print(about)  # the throughput kept is for whoever reads it: this machine may be doing other things, too
