@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from elastic_train.chaos import places
@@ -18,7 +19,6 @@ from elastic_train.chaos.faults import Fault
 from elastic_train.chaos.orders import Order, Orders, Strike
 from elastic_train.membership.group import Identity, View
 from elastic_train.state import PyTree
-from elastic_train.step.flat import Flats
 from elastic_train.trainer import Trainer
 
 ALTERING = frozenset({"nonfinite", "flip", "corrupt"})
@@ -77,27 +77,29 @@ class Injector(places.Interference):
                     assert fault.num_steps is not None and fault.factor is not None
                     self._slow = ((self._step or 0) + fault.num_steps, fault.factor)
 
-    def shard_sums(self, compute: Callable[[], Flats]) -> Flats:
+    def compute(self, shard: Callable[[], Any]) -> Any:
+        if self._slow is None:
+            return shard()
+        until, factor = self._slow
+        if (self._step or 0) >= until:
+            self._slow = None
+            return shard()
         started = time.monotonic()
-        sums = compute()
-        if self._slow is not None:
-            until, factor = self._slow
-            if (self._step or 0) >= until:
-                self._slow = None
-            else:
-                jax.block_until_ready(sums)
-                time.sleep((factor - 1) * (time.monotonic() - started))
-        if self._strikes("compute", "", "nonfinite"):
-            sums = tuple(_with_nan(array) if number == 0 else array for number, array in enumerate(sums))
+        sums = jax.block_until_ready(shard())
+        time.sleep((factor - 1) * (time.monotonic() - started))
         return sums
 
+    def shard_params(self, params: PyTree) -> PyTree:
+        # What is computed from them is for the product to find, as it would any other.
+        return _changed(params, _all_nan) if self._strikes("compute", "", "nonfinite") else params
+
     def params(self, params: PyTree) -> PyTree:
-        return _first_leaf_flipped(params) if self._strikes("compute", "", "flip") else params
+        return _changed(params, _bit_flipped) if self._strikes("compute", "", "flip") else params
 
     def received(self, state: PyTree) -> PyTree:
         if not self._strikes("heal", "joiner", "corrupt"):
             return state
-        return {**state, "params": _first_leaf_flipped(state["params"])}
+        return {**state, "params": _changed(state["params"], _bit_flipped)}
 
     def _strikes(self, where: str, role: str, kind: str) -> bool:
         return next(self._due(where, role, kind), None) is not None
@@ -148,15 +150,19 @@ def _endless(number: Any) -> Any:
     return jax.lax.while_loop(lambda n: n >= 0, lambda n: (n + 1) % 2, number)
 
 
-def _with_nan(array: jax.Array) -> jax.Array:
-    """The first element stands for the first gradient: `Flattener` puts gradients first."""
-    changed = np.array(array)
-    changed[0, 0] = np.nan
-    return jax.device_put(changed, array.sharding)
+def _changed(params: PyTree, change: Callable[[np.ndarray], None]) -> PyTree:
+    """The parameters with one leaf changed, the first that is floating."""
+    leaves, treedef = jax.tree.flatten(params)
+    number = next(i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    values = np.array(leaves[number])
+    change(values)
+    leaves[number] = jax.device_put(values, leaves[number].sharding)
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def _first_leaf_flipped(tree: PyTree) -> PyTree:
-    leaves, treedef = jax.tree.flatten(tree)
-    changed = np.array(leaves[0])
-    changed.reshape(-1).view(np.uint8)[0] ^= 1
-    return jax.tree.unflatten(treedef, [jax.device_put(changed, leaves[0].sharding), *leaves[1:]])
+def _all_nan(values: np.ndarray) -> None:
+    values[...] = np.nan
+
+
+def _bit_flipped(values: np.ndarray) -> None:
+    values.reshape(-1).view(np.uint8)[0] ^= 1

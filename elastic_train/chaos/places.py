@@ -14,9 +14,8 @@ from elastic_train.data.prefetch import Prefetcher
 from elastic_train.membership.group import View
 from elastic_train.membership.heal import Healer
 from elastic_train.membership.live import Group
-from elastic_train.state import PyTree
+from elastic_train.state import PyTree, TrainState
 from elastic_train.step.commit import Stepper
-from elastic_train.step.flat import Flats
 from elastic_train.step.local import LocalProgram
 from elastic_train.step.reduce import Exchange, Gather
 from elastic_train.trainer import StepCommitted, Trainer
@@ -34,9 +33,13 @@ class Interference:
     def committed(self, step: int) -> None:
         """So many steps are completed now."""
 
-    def shard_sums(self, compute: Callable[[], Flats]) -> Flats:
-        """Computes the sums of a shard, or what is to be taken for them."""
-        return compute()
+    def compute(self, shard: Callable[[], Any]) -> Any:
+        """Computes a shard, and returns that."""
+        return shard()
+
+    def shard_params(self, params: PyTree) -> PyTree:
+        """The parameters at which the gradient of one shard is taken."""
+        return params
 
     def params(self, params: PyTree) -> PyTree:
         """The parameters that the next step starts from."""
@@ -85,13 +88,13 @@ def install(to: Interference, trainer: Trainer | None = None) -> None:
         to.at("data")
         return original(prefetcher, samples, shard)
 
-    def shard_sums(original: Any, local: LocalProgram, *args: Any) -> Flats:
+    def shard_sums(original: Any, local: LocalProgram, state: TrainState, *args: Any) -> Any:
         to.at("compute")
-        return to.shard_sums(lambda: original(local, *args))
+        params = to.shard_params(state.params)
+        return to.compute(lambda: original(local, _with_params(state, params), *args))
 
-    def attempt(original: Any, stepper: Stepper, state: Any, *args: Any) -> Any:
-        params = to.params(state.params)
-        return original(stepper, state if params is state.params else replace(state, params=params), *args)
+    def attempt(original: Any, stepper: Stepper, state: TrainState, *args: Any) -> Any:
+        return original(stepper, _with_params(state, to.params(state.params)), *args)
 
     wrap(Group, "prepare", prepare)
     wrap(Gather, "__call__", gather)
@@ -119,3 +122,7 @@ def install(to: Interference, trainer: Trainer | None = None) -> None:
     # On the instance, so that the class of the recipe stays as it is.
     for name, around in (("model", model), ("on_step", on_step), ("on_members", on_members)):
         wrap(trainer, name, around)
+
+
+def _with_params(state: TrainState, params: PyTree) -> TrainState:
+    return state if params is state.params else replace(state, params=params)

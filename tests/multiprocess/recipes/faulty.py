@@ -21,8 +21,7 @@ import optax
 from flax import nnx
 
 import elastic_train as et
-from elastic_train.membership.heal import Healer
-from elastic_train.step import reduce
+from elastic_train.chaos import places
 
 SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
@@ -56,23 +55,15 @@ def strike(where: str) -> None:
         raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
 
 
-def around(cls: type, before: str | None, after: str | None, name: str = "__call__") -> None:
-    original = getattr(cls, name)
+class Strikes(places.Interference):
+    """The places that this recipe does not reach by itself."""
 
-    def wrapped(self, *args, **kwargs):
-        if before is not None:
-            strike(before)
-        result = original(self, *args, **kwargs)
-        if after is not None:
-            strike(after)
-        return result
-
-    setattr(cls, name, wrapped)
+    def at(self, where: str, role: str = "") -> None:
+        if where in ("gather", "exchange", "barrier", "heal"):
+            strike(where)
 
 
-around(reduce.Gather, "gather", None)
-around(reduce.Exchange, "exchange", "barrier")
-around(Healer, "heal", None, "run")
+places.install(Strikes())
 
 
 @dataclass(frozen=True, kw_only=True)
