@@ -50,7 +50,7 @@ class _Given:
 def may_begin(
     planned: Planned, members: Collection[int], workers: int, max_down: int, num_pending: int, is_settled: bool
 ) -> bool:
-    """Whether drawn faults may strike now. Those written down in the file never ask.
+    """Whether faults that wait may strike now.
 
     Args:
       planned: the faults.
@@ -91,8 +91,8 @@ class Conductor:
         self._orders.create()
         (directory / "schedule.toml").write_text(schedule_toml(planned), encoding="utf-8")
         self._injected = directory / "injected.toml"
-        self._written = [each for each in planned if not each.name]
-        self._drawn = [each for each in planned if each.name]
+        self._written = [each for each in planned if not each.waits]
+        self._waiting = [each for each in planned if each.waits]
         self._given: dict[int, _Given] = {}
         self._outside: list[_Given] = []
         self._strikes: dict[str, Strike] = {}
@@ -117,8 +117,12 @@ class Conductor:
             self._written.remove(each)
             self._give(each, step)
         # In their order, one at a time: each begins only when the one before has settled.
-        if self._drawn and self._is_time(self._drawn[0], step, now) and (aimed := self._begins(self._drawn[0], now)):
-            del self._drawn[0]
+        if (
+            self._waiting
+            and self._is_time(self._waiting[0], step, now)
+            and (aimed := self._begins(self._waiting[0], now))
+        ):
+            del self._waiting[0]
             self._give(aimed, step)
         for given in list(self._outside):
             self._strike_from_outside(given, step, now)
@@ -127,7 +131,7 @@ class Conductor:
         """Notes the last strikes, and the faults that found no occasion."""
         self._collect()
         missed = [given.order.fault for given in self._given.values() if given.strike is None]
-        missed += [fault for each in (*self._written, *self._drawn) for fault in each.faults]
+        missed += [fault for each in (*self._written, *self._waiting) for fault in each.faults]
         if missed:
             self._job.event("faults_missed", faults=[fault.as_table() for fault in missed])
 
@@ -139,7 +143,7 @@ class Conductor:
         return now >= self._first_step_at + planned.after_s
 
     def _begins(self, planned: Planned, now: float) -> Planned | None:
-        """The drawn faults, aimed at members, if they may strike now."""
+        """The faults, aimed at members, if they may strike now."""
         slots = sorted(member.slot for member in self._job.members)
         pending = (given for given in self._given.values() if given.strike is None)
         num_pending = num_taken(given.order.fault for given in pending)

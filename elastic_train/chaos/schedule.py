@@ -2,6 +2,7 @@
 
 ```toml
 seed = 7
+patient = false            # true: the faults below wait until every slot has a member again
 
 [[fault]]                  # strikes exactly there, whatever else is going on
 kind = "kill"
@@ -174,10 +175,12 @@ class Planned:
     Attributes:
       faults: due at the same moment.
       name: the scenario, or "" where somebody has written down exactly these.
+      waits: they strike only once those before have struck and enough slots have a member.
     """
 
     faults: tuple[Fault, ...]
     name: str = ""
+    waits: bool = False
 
     @property
     def step(self) -> int | None:
@@ -195,17 +198,19 @@ class Schedule:
     Attributes:
       seed: start of all that is random.
       faults: those that were written down.
+      patient: these wait, in their order, until every slot has a member again.
       random: those to be drawn.
     """
 
     seed: int = 0
     faults: tuple[Fault, ...] = ()
+    patient: bool = False
     random: RandomFaults | None = None
 
     @property
     def max_down(self) -> int:
-        """How many slots the drawn faults may leave without a member at once."""
-        return 0 if self.random is None else self.random.max_down
+        """How many slots the faults that wait may leave without a member at once."""
+        return 1 if self.random is None else self.random.max_down
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -228,18 +233,22 @@ def parse_schedule(text: str) -> Schedule:
     except tomllib.TOMLDecodeError as error:
         raise ScheduleError(f"not valid TOML: {error}") from error
     for key in table:
-        if key not in ("seed", "fault", "random"):
-            raise unknown(key, ("seed", "fault", "random"), "the file")
+        if key not in ("seed", "patient", "fault", "random"):
+            raise unknown(key, ("seed", "patient", "fault", "random"), "the file")
     seed = table.get("seed", 0)
     require(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0, "seed", seed, "use a whole number")
     tables = table.get("fault", [])
     is_list = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
     require(is_list, "fault", tables, "write each fault as a table of its own, under [[fault]]")
     faults = tuple(read_fault(each, f"fault {number}") for number, each in enumerate(tables, start=1))
+    patient = table.get("patient", False)
+    require(isinstance(patient, bool), "patient", patient, "use true or false")
+    fix = "leave it out: it is for faults that are written down, and those of [random] wait anyhow"
+    require(not (patient and "random" in table), "patient", patient, fix)
     drawn = _read_random(table["random"]) if "random" in table else None
     if not faults and drawn is None:
         raise ScheduleError("there is no fault in it; write [[fault]] tables, or [random]")
-    return Schedule(seed=seed, faults=faults, random=drawn)
+    return Schedule(seed=seed, faults=faults, patient=patient, random=drawn)
 
 
 def _read_random(table: Any) -> RandomFaults:
@@ -277,7 +286,7 @@ def resolve(schedule: Schedule, workers: int, steps: int) -> tuple[Planned, ...]
             require(fault.step < steps, f"fault {number}: step", fault.step, f"the job ends after step {steps}")
         if fault.slot == "random":
             fault = replace(fault, slot=chance.randrange(workers))
-        planned.append(Planned((fault,)))
+        planned.append(Planned((fault,), waits=schedule.patient))
     if schedule.random is not None:
         planned += _drawn(schedule.random, schedule.seed, workers, steps)
     return tuple(planned)
@@ -304,7 +313,7 @@ def _drawn(drawn: RandomFaults, seed: int, workers: int, steps: int) -> Iterable
         slots = chance.sample(range(workers), workers)
         faults = SCENARIOS[name][0](chance, slots, when)
         require_fits(name, faults, drawn.max_down)
-        planned.append(Planned(faults, name))
+        planned.append(Planned(faults, name, waits=True))
         moment += every * (1 + drawn.jitter * (2 * chance.random() - 1))
     if not planned:
         raise ScheduleError("random: no fault fits between the quiet beginning and the end; use a shorter interval")

@@ -2,7 +2,7 @@
 
 The schedule kills a worker in the exchange and the one of slot 0 between exchange and commit, raises an exception,
 stops a worker for longer than any deadline and asks one to leave. Each fault waits for the workers lost before to be
-back, for which the number of steps between two faults is chosen.
+back; the number of steps between two faults is chosen so that it need not wait long.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ Line = Mapping[str, Any]
 FIRST_STEP = 10
 """Steps before the first fault."""
 
+SPARE = 1.25
+"""How much longer a worker may take to come back than those of the first group took to start."""
+
 SHARE_OF_GAP = 0.1
 """What a fault that costs no worker is apart from the next one, as a share of what other faults are."""
 
@@ -41,8 +44,8 @@ class Pace:
     start_s: float
 
     def gap(self, keepalive_s: float) -> int:
-        """Steps in which a worker that falls silent is found and its successor comes back."""
-        return math.ceil((self.start_s + 2 * keepalive_s + 2.0) / self.step_s) + FIRST_STEP
+        """Steps in which a worker that falls silent is found and its successor comes back, with some to spare."""
+        return math.ceil(SPARE * (self.start_s + 2 * keepalive_s + 2.0) / self.step_s) + FIRST_STEP
 
 
 def pace(events: Sequence[Line], commits: Sequence[Line]) -> Pace:

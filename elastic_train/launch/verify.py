@@ -90,7 +90,8 @@ def verify_faults(options: JobOptions, environ: Mapping[str, str]) -> Verified:
             f"{steps_needed(_pace(undisturbed).gap(checked.faults.keepalive_s))} would let each worker come back"
         )
     chaos = root / "chaos.toml"
-    chaos.write_text(schedule_toml([Planned((fault,)) for fault in faults]), encoding="utf-8")
+    text = schedule_toml([Planned((fault,)) for fault in faults])
+    chaos.write_text(f"patient = true\n\n{text}", encoding="utf-8")
     _say(f"disturbed: the same with {len(faults)} faults ({chaos})")
     disturbed = root / "disturbed"
     job = dataclasses.replace(options, steps=steps, run_dir=disturbed, chaos=chaos)

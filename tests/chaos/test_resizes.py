@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 280
+LIMIT_S = 560
 
 SLACK = 8
 """Descriptors and threads that may come with the first use of something, however many resizes follow."""

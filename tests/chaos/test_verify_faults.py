@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 280
+LIMIT_S = 560
 
 
 @pytest.mark.timeout(LIMIT_S + 20)

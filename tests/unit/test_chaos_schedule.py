@@ -45,6 +45,8 @@ RANDOM = "[random]\nevery_steps = 50\nkinds = { kill = 1 }\n"
         (RANDOM + "quiet_s = 5", "quiet_s = 5: the interval is given in steps"),
         (RANDOM + "jitter = 1.0", "jitter = 1.0: use a share from 0 to below 1"),
         (RANDOM + "max_down = 0", "max_down = 0: use a number of slots"),
+        ("patient = 1\n" + KILL, "patient = 1: use true or false"),
+        ("patient = true\n" + RANDOM, "patient = True: leave it out"),
         (RANDOM + "max_dow = 1", "Did you mean 'max_down'?"),
     ],
 )

@@ -122,6 +122,34 @@ def test_a_signal_waits_for_its_worker(job: ToldJob, tmp_path: Path) -> None:
     assert job.signals == [(WORKERS[1], signal.SIGKILL)]
 
 
+def test_patient_faults_wait_until_every_slot_has_a_member(job: ToldJob, tmp_path: Path) -> None:
+    text = """
+        patient = true
+        [[fault]]
+        kind = "kill"
+        step = 10
+        slot = 1
+        where = "exchange"
+        [[fault]]
+        kind = "kill"
+        step = 20
+        slot = 0
+        where = "barrier"
+    """
+    playing = conductor(job, tmp_path, text)
+    assert orders(tmp_path) == []
+    job.step = 30
+    playing.tick()
+    assert [fault.where for fault in orders(tmp_path)] == ["exchange"]
+    strike(tmp_path, 0, WORKERS[1], 30)
+    job.members = (WORKERS[0], *WORKERS[2:])
+    playing.tick()
+    assert len(orders(tmp_path)) == 1
+    job.members = (*job.members, Identity(1, 1, 9))
+    playing.tick()
+    assert [fault.where for fault in orders(tmp_path)] == ["exchange", "barrier"]
+
+
 def test_drawn_faults_wait_until_the_job_can_bear_them(job: ToldJob, tmp_path: Path) -> None:
     text = "[random]\nevery_steps = 10\nuntil_step = 20\njitter = 0.0\nkinds = { kill_starting = 1 }"
     playing = conductor(job, tmp_path, text)

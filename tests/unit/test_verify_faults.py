@@ -49,7 +49,7 @@ def test_pace_of_a_run() -> None:
     ]
     commits = [{"step_time_s": took} for took in (9.0, 0.1, 0.2, 0.1)]
     assert pace(events, commits) == Pace(0.1, 8.0)
-    assert Pace(0.1, 8.0).gap(keepalive_s=5.0) == 210
+    assert Pace(0.1, 8.0).gap(keepalive_s=5.0) == 260
     with pytest.raises(ValueError, match="no step after the first"):
         pace(events, commits[:1])
 
