@@ -25,7 +25,7 @@ class Job(Protocol):
 
     @property
     def members(self) -> tuple[Identity, ...]:
-        """In the view's order: the oldest first."""
+        """Those that have taken a step, so that they have a state. In the view's order: the oldest first."""
         ...
 
     @property

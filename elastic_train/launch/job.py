@@ -185,7 +185,9 @@ class _UnderChaos:
     @property
     def members(self) -> tuple[Identity, ...]:
         roster = self._coordinator.roster
-        return tuple(member for member in roster.view.members if roster.is_living(member))
+        # A joiner is in the view before it has a state: if only such were left, all would be lost.
+        able = {worker.identity for worker in roster.members if worker.first_step is not None}
+        return tuple(member for member in roster.view.members if member in able)
 
     @property
     def step(self) -> int:
