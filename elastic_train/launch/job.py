@@ -14,14 +14,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from elastic_train import jax_private
 from elastic_train.config import FaultConfig, shards_note
 from elastic_train.coordinator import control_pb2
+from elastic_train.coordinator.security import check_coordinator, why_jax_cannot
 from elastic_train.coordinator.service import Coordinator
 from elastic_train.errors import GaveUpError, InterruptedByUser
 from elastic_train.launch.agent import Agent
 from elastic_train.launch.check import Checked, CheckRequest, check
 from elastic_train.launch.devices import assign_devices, pick_platform, visible_gpus
-from elastic_train.launch.host import END_LIMIT_S, SECRET_VARIABLE, job_settings, start_agent
+from elastic_train.launch.environment import SECRET_VARIABLE
+from elastic_train.launch.host import END_LIMIT_S, job_settings, start_agent, without_secret
 from elastic_train.launch.options import JobOptions, check_free
 from elastic_train.launch.signals import POLL_S, Signals
 from elastic_train.launch.versions import versions
@@ -31,6 +34,9 @@ from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
 from elastic_train.telemetry.trackers import open_trackers
+
+OWN_AGENT_LIMIT_S = 30.0
+"""How long this host's agent may take to reach the coordinator in the same process."""
 
 NODES_PER_SLOT = 32
 """JAX's service is sized for this many starts of each slot, and for at least 256 in all."""
@@ -48,6 +54,10 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
       ElasticTrainError: the job cannot be started, or cannot go on.
     """
     check_free(options.bind)
+    host = options.coordinator_host
+    check_coordinator(options.tls, host)
+    secret = environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
+    environ = without_secret(environ)
     platform = pick_platform(environ)
     workers = options.workers or (max(1, len(visible_gpus(environ))) if platform == "cuda" else 1)
     options = dataclasses.replace(options, workers=workers)
@@ -55,7 +65,6 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     devices = assign_devices(platform, slots, environ)
     run_dir = options.run_dir.resolve()
     checked = _check_before(run_dir, options.check_request(workers), environ)
-    secret = environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
@@ -68,6 +77,10 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         stack.callback(display.stop)
         if platform == "cuda" and (note := shards_note(checked.shards, workers)):
             display.note(note)
+        known = versions()
+        no_jax_tls = why_jax_cannot(options.tls, jax_private.knows_mtls(), known["jaxlib"])
+        if no_jax_tls is not None:
+            display.note(f"JAX's coordination service is NOT encrypted, the control plane is: {no_jax_tls}.")
         job = _JobRecords(records, display)
         records.write_config(checked.config_toml)
         records.write_secret(secret)
@@ -78,7 +91,10 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             apply=apply,
             faults=checked.faults,
             bind=options.bind,
+            host=host,
             secret=secret,
+            tls=options.tls,
+            jax_tls=options.tls.given and no_jax_tls is None,
             on_note=display.note,
             on_end=job.end,
         )
@@ -86,7 +102,8 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         records.write_job(
             {
                 "address": coordinator.address,
-                "versions": versions(),
+                "versions": known,
+                "tls": dataclasses.asdict(options.tls),
                 "start_time": time.time(),
                 "recipe": options.recipe,
                 "workers": workers,
@@ -97,7 +114,17 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         agent = None
         if with_agent:
             settings = job_settings(coordinator.address, secret, run_dir, options, platform, checked)
-            agent = start_agent(stack, settings, slots, devices, environ)
+            agent = start_agent(
+                stack,
+                settings,
+                slots,
+                devices,
+                environ,
+                address=options.address,
+                patience_s=OWN_AGENT_LIMIT_S,
+                rejoin=False,
+                on_note=display.note,
+            )
         else:
             display.note(_how_to_join(coordinator.address, options, run_dir))
         end = _watch(coordinator, agent, display, signals)

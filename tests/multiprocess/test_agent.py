@@ -21,6 +21,7 @@ import pytest
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.launch.agent import Agent
+from elastic_train.launch.environment import JaxRuntime
 from elastic_train.membership.group import Identity
 
 LIMIT_S = 20.0
@@ -95,8 +96,8 @@ class Agents:
         self.made: list[Agent] = []
 
     def __call__(self, code: str, command: list[str] | None = None) -> Agent:
-        def environment(identity: Identity, num_nodes: int, jax_address: str) -> dict[str, str]:
-            return {**os.environ, "SLOT": str(identity.slot), "NODES": str(num_nodes), "RELAY": jax_address}
+        def environment(identity: Identity, jax: JaxRuntime) -> dict[str, str]:
+            return {**os.environ, "SLOT": str(identity.slot), "NODES": str(jax.num_nodes), "RELAY": jax.address}
 
         agent = Agent(
             self.coordinator.address,
