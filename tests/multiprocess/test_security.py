@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -162,13 +161,7 @@ def listeners(job: Job) -> set[str]:
     for process in [parent, *parent.children(recursive=True)]:
         sockets = process.net_connections(kind="tcp")
         found |= {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
-    return found
-
-
-def test_everything_listens_on_loopback_unless_told_otherwise(tmp_path):
-    with Job(tmp_path / "run", "linear", "--steps", "1000000", workers=2) as job:
-        job.wait_members(0, 1)
-        assert listeners(job) == {"127.0.0.1"}
+    return {address.removeprefix("::ffff:") for address in found}  # one way to write an IPv4 address
 
 
 # TLS ------------------------------------------------------------------------------------------------------
@@ -245,27 +238,6 @@ def environment_of(pid: int) -> dict[str, str]:
     return psutil.Process(pid).environ()
 
 
-def test_a_self_signed_certificate_is_enough_to_encrypt(tmp_path):
-    """Its authority is itself: workers get no certificate of their own."""
-    files = self_signed(tmp_path / "own")
-    options = ("--steps", "30", *options_of(files, "cert", "key"))
-    with Job(tmp_path / "run", "linear", *options, workers=2) as job:
-        assert job.finish() == 0, job.logs()
-        assert "NOT encrypted, the control plane is: it knows only mutual TLS" in job.output
-
-
-def self_signed(directory: Path) -> dict[str, str]:
-    directory.mkdir()
-    files = {"cert": str(directory / "cert.pem"), "key": str(directory / "key.pem")}
-    subject = ("-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
-    out = ("-keyout", files["key"], "-out", files["cert"])
-    if shutil.which("openssl") is None:
-        pytest.skip("no `openssl` command to sign with")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject, *out]
-    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
-    return files
-
-
 # Ports, run directories, and other jobs on the same host --------------------------------------------------
 
 
@@ -281,10 +253,11 @@ def test_row_23_ports_run_directories_and_jobs_do_not_mix(tmp_path):
     with Job(tmp_path / "one", "linear", *options, workers=2) as one, Job(tmp_path / "two", "linear", workers=2) as two:
         one.wait_members(0, 1)
         address = one.json("job.json")["address"]
+        assert listeners(one) == {"127.0.0.1"}  # collectives and JAX's service included
         # The port of a job is refused to another one, by name. No trace is left.
         refused = start("--run-dir", str(tmp_path / "three"), "--bind", address)
         assert refused.returncode == 2
-        assert f"--bind {address}: cannot listen there (Address already in use)" in refused.stderr
+        assert f"--bind {address}: cannot listen there (Address already in use" in refused.stderr
         assert not (tmp_path / "three").exists()
         # So is its run directory while it runs.
         refused = start("--run-dir", str(one.run_dir))

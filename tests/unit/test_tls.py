@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
+import grpc
 import pytest
 import trustme
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from elastic_train.coordinator.security import PLAIN, Tls, check_client, check_coordinator, why_jax_cannot
+from elastic_train.coordinator.security import (
+    PLAIN,
+    Tls,
+    check_client,
+    check_coordinator,
+    open_channel,
+    server_credentials,
+    why_jax_cannot,
+)
 from elastic_train.errors import UsageError
 
 LONG_AGO = datetime(2020, 1, 1)
@@ -122,3 +135,38 @@ def test_what_jax_is_told(make) -> None:
     assert tls.jax_arguments() == told
     prefixed = Tls(cert=tls.cert, key=tls.key, ca=tls.ca, peer_uri_prefix="spiffe://example.org/")
     assert prefixed.jax_arguments() == {**told, "mtls_peer_uri_prefix": "spiffe://example.org/"}
+
+
+def test_a_self_signed_certificate_is_enough_to_encrypt(tmp_path: Path) -> None:
+    """Its authority is itself; clients need no certificate of their own."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no `openssl` command to sign with")
+    tls = Tls(cert=str(tmp_path / "cert.pem"), key=str(tmp_path / "key.pem"))
+    subject = ("-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
+    out = ("-keyout", tls.key, "-out", tls.cert)
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        *subject,
+        "-keyout",
+        tls.key,
+        "-out",
+        tls.cert,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=30)
+    check_coordinator(tls, "127.0.0.1")
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+        port = server.add_secure_port("127.0.0.1:0", server_credentials(tls))
+        server.start()
+        request = health_pb2.HealthCheckRequest()
+        for client in (tls, Tls(ca=tls.cert)):
+            with open_channel(f"127.0.0.1:{port}", 5.0, client) as channel:
+                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        server.stop(0).wait(30)
