@@ -38,6 +38,9 @@ from elastic_train.telemetry.trackers import open_trackers
 OWN_AGENT_LIMIT_S = 30.0
 """How long this host's agent may take to reach the coordinator in the same process."""
 
+OTHER_HOSTS_LIMIT_S = 30.0
+"""How long the agents of other hosts may take to end their workers after the end of the job."""
+
 NODES_PER_SLOT = 32
 """JAX's service is sized for this many starts of each slot, and for at least 256 in all."""
 
@@ -130,6 +133,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         end = _watch(coordinator, agent, display, signals)
         if agent is not None:
             agent.wait(END_LIMIT_S)
+        coordinator.wait_left(OTHER_HOSTS_LIMIT_S)
     print(format_summary(job.summary, run_dir) if job.summary else f"{end.message}\n{end.traceback}", flush=True)
     return end.exit_code
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import queue
 import signal
 import socket
@@ -27,7 +26,6 @@ from elastic_train.config import FaultConfig
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.service import Coordinator
-from elastic_train.coordinator.standalone import run_coordinator
 from elastic_train.coordinator.streams import SERVICE_NAME
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.membership import roster_events as r
@@ -507,29 +505,6 @@ def test_a_quiet_job_says_where_everybody_is() -> None:
         assert "the last is 12. Now: slot 0 in exchange, slot 1 in no phase yet." in shown
     finally:
         job.close()
-
-
-def test_a_coordinator_alone_ends_with_its_job(job: Job) -> None:
-    end = r.End(130, "stopped", "stopped by a signal")
-    job.answers[r.StopAsked] = lambda event: [end] if event.now else []
-    before = signal.getsignal(signal.SIGTERM)
-
-    def stop_twice() -> None:
-        # Only when the first one has been heard: equal signals that wait become one.
-        os.kill(os.getpid(), signal.SIGTERM)
-        job.events.expect(r.StopAsked(False, "the coordinator got SIGTERM"))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    link = job.link(1)
-    stopper = threading.Thread(target=lambda: (armed.wait(PATIENCE_S), stop_twice(), link.close()))
-    armed = threading.Event()
-    wait = job.coordinator.wait
-    job.coordinator.wait = lambda timeout: (armed.set(), wait(timeout))[1]  # the handlers are installed
-    stopper.start()
-    assert run_coordinator(job.coordinator) == end
-    stopper.join()
-    assert signal.getsignal(signal.SIGTERM) is before
-    job.events.expect(r.StopAsked(True, "the coordinator got SIGTERM"))
 
 
 def test_a_failing_roster_ends_the_job(job: Job) -> None:

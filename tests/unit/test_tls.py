@@ -143,20 +143,8 @@ def test_a_self_signed_certificate_is_enough_to_encrypt(tmp_path: Path) -> None:
         pytest.skip("no `openssl` command to sign with")
     tls = Tls(cert=str(tmp_path / "cert.pem"), key=str(tmp_path / "key.pem"))
     subject = ("-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2")
-    out = ("-keyout", tls.key, "-out", tls.cert)
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        *subject,
-        "-keyout",
-        tls.key,
-        "-out",
-        tls.cert,
-    ]
+    files = ("-keyout", tls.key, "-out", tls.cert)
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject, *files]
     subprocess.run(command, check=True, capture_output=True, timeout=30)
     check_coordinator(tls, "127.0.0.1")
     with ThreadPoolExecutor(2) as pool:
