@@ -32,38 +32,48 @@ def unavailable() -> str:
 
 
 class Host:
-    """One namespace with one interface. `prefix` before a command runs it there."""
+    """One namespace with two interfaces. `prefix` before a command runs it there.
 
-    def __init__(self, name: str, address: str, holder: subprocess.Popen[str], switch: list[str]) -> None:
-        self.address = address
+    Attributes:
+      address, second_address: of its interfaces; each has a network of its own.
+    """
+
+    def __init__(self, name: str, number: int, holder: subprocess.Popen[str], switch: list[str]) -> None:
+        self.address, self.second_address = f"10.77.0.{number}", f"10.77.1.{number}"
         self.prefix = _inside(holder.pid)
-        self._port, self._switch = f"to-{name}", switch
+        self._ports, self._switch = (f"{name}-0", f"{name}-1"), switch
         _run(self.prefix, "ip", "link", "set", "lo", "up")
-        peer = ("peer", "name", "eth0", "netns", str(holder.pid))
-        _run(switch, "ip", "link", "add", self._port, "type", "veth", *peer)
-        _run(self.prefix, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
-        _run(self.prefix, "ip", "link", "set", "eth0", "up")
-        _run(switch, "ip", "link", "set", self._port, "up")
-        self.heal()
+        for network, address in enumerate((self.address, self.second_address)):
+            port, interface = self._ports[network], f"eth{network}"
+            peer = ("peer", "name", interface, "netns", str(holder.pid))
+            _run(switch, "ip", "link", "add", port, "type", "veth", *peer)
+            _run(self.prefix, "ip", "addr", "add", f"{address}/24", "dev", interface)
+            _run(self.prefix, "ip", "link", "set", interface, "up")
+            _run(switch, "ip", "link", "set", port, "up")
+            self.heal(network)
 
-    def cut(self) -> None:
-        """From now on nothing reaches this host, and nothing leaves it. No connection is closed by that."""
-        _run(self._switch, "ip", "link", "set", self._port, "nomaster")
+    def cut(self, network: int = 0) -> None:
+        """From now on nothing reaches this host that way, and nothing leaves it. No connection is closed by that."""
+        _run(self._switch, "ip", "link", "set", self._ports[network], "nomaster")
 
-    def heal(self) -> None:
-        _run(self._switch, "ip", "link", "set", self._port, "master", "switch")
+    def heal(self, network: int = 0) -> None:
+        _run(self._switch, "ip", "link", "set", self._ports[network], "master", f"switch{network}")
 
 
 @contextlib.contextmanager
 def network(*names: str) -> Iterator[list[Host]]:
-    """Hosts of these names at 10.77.0.1, 10.77.0.2, … They are gone at the end; what ran there should be, too."""
+    """Hosts of these names at 10.77.0.1, 10.77.0.2, …, and 10.77.1.1, …, on a second network.
+
+    They are gone at the end; what ran there should be, too.
+    """
     with contextlib.ExitStack() as stack:
         switch = _inside(stack.enter_context(_holder(["unshare", "--user", "--map-root-user", "--net"])).pid)
-        _run(switch, "ip", "link", "add", "switch", "type", "bridge")
-        _run(switch, "ip", "link", "set", "switch", "up")
+        for bridge in ("switch0", "switch1"):
+            _run(switch, "ip", "link", "add", bridge, "type", "bridge")
+            _run(switch, "ip", "link", "set", bridge, "up")
         holders = [stack.enter_context(_holder([*switch, "unshare", "--net"])) for _ in names]
         yield [
-            Host(name, f"10.77.0.{number}", holder, switch)
+            Host(name, number, holder, switch)
             for number, (name, holder) in enumerate(zip(names, holders, strict=True), start=1)
         ]
 

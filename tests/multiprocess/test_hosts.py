@@ -53,10 +53,10 @@ def workers_of(agent: Job) -> list[psutil.Process]:
     return [child for child in psutil.Process(agent.process.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def cross_host_sockets(job: Job, slot: int, other: Host) -> list[tuple]:
+def cross_host_sockets(job: Job, slot: int, address: str) -> list[tuple]:
     """Connections of a worker to another host's address: those of collectives, if it is not the coordinator's."""
     sockets = own_connections(job.worker_pid(slot))
-    return [socket for socket in sockets if socket[2] == other.address and socket[4] == ESTABLISHED]
+    return [socket for socket in sockets if socket[2] == address and socket[4] == ESTABLISHED]
 
 
 def stop_and_compare(first: Job, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_row_16_a_host_dies_is_cut_off_leaves_and_returns_each_time(tmp_path, ho
         # A plain job of two hosts: exact at the end, and the members really talk to each other across.
         with second_host(b, tmp_path / "b1", "2", first, workers=3) as second:
             first.wait_members(0, 1, 2)
-            assert cross_host_sockets(first, 0, b) and cross_host_sockets(first, 1, b)
+            assert cross_host_sockets(first, 0, b.address) and cross_host_sockets(first, 1, b.address)
 
             # The agent dies, and its workers with it.
             second.note_processes()
@@ -132,5 +132,26 @@ def test_row_16_the_side_without_the_floor_pauses_until_the_network_is_healed(tm
         back = first.wait_event("recovered", kind="admission")
         first.wait_step(back["step"] + 10)
         assert all(line["workers"] == [0, 1] for line in first.lines("ledger.jsonl"))
+        stop_and_compare(first, tmp_path)
+        assert second.finish() == 130, second.logs()
+
+
+@pytest.mark.soak
+def test_only_the_network_of_the_collectives_is_cut_and_healed(tmp_path, hosts):
+    """Nobody is dead, as far as the coordinator can see: no step commits until it is healed."""
+    a, b = hosts
+    with (
+        first_host(a, tmp_path / "a", "0", "--address", a.second_address, workers=2) as first,
+        second_host(b, tmp_path / "b", "1", first, "--address", b.second_address, workers=2) as second,
+    ):
+        first.wait_members(0, 1)
+        (found,) = {socket[2] for socket in cross_host_sockets(first, 0, b.second_address)}
+        assert found == b.second_address
+        b.cut(network=1)
+        first.wait_event("no_progress")
+        stuck = first.lines("ledger.jsonl")[-1]["step"]
+        b.heal(network=1)
+        first.wait_step(stuck + 20)
+        first.wait_members(0, 1)
         stop_and_compare(first, tmp_path)
         assert second.finish() == 130, second.logs()
