@@ -239,7 +239,7 @@ class Agent:
                     self._obey(message)
                 return _Lost("it ended the connection", again=False)
             except grpc.RpcError:
-                if call.code() is grpc.StatusCode.CANCELLED:
+                if call.code() is grpc.StatusCode.CANCELLED and self._jax is None:
                     return _Lost(f"no answer within {self._patience_s:g} s", again=False)
                 evidence = f"{call.code().name}: {call.details()}"
                 return _Lost(evidence, again=call.code() is grpc.StatusCode.UNAVAILABLE)

@@ -41,6 +41,7 @@ class Job:
       recipe, options: the command line.
       faults: what workers of `recipes/faulty.py` do to themselves.
       pace_s: how long its steps take at least.
+      command: "run" or "coordinator".
       prefix: what the command is run by, as on a host of `network`.
       environ: variables besides.
     """
@@ -53,17 +54,18 @@ class Job:
         workers: int = 3,
         faults: Sequence[dict[str, Any]] = (),
         pace_s: float = 0.0,
+        command: str = "run",
         prefix: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._seen: dict[int, psutil.Process] = {}
-        command = [*prefix, sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
+        line = [*prefix, sys.executable, "-m", "elastic_train.cli", command, str(recipe), "--workers", str(workers)]
         environment = {**os.environ, "FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT)}
         environment |= {"PACE_S": str(pace_s), **(environ or {})}
         self._output = open(run_dir.with_suffix(".out"), "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, "--run-dir", str(run_dir), *options],
+            [*line, "--run-dir", str(run_dir), *options],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

@@ -37,11 +37,11 @@ def first_host(host: Host, run_dir: Path, slots: str, *options: str, workers: in
     )
 
 
-def second_host(host: Host, run_dir: Path, slots: str, first: Job, *options: str, workers: int) -> Job:
+def second_host(host: Host, run_dir: Path, slots: str, first: Job, *options: str, workers: int, environ=SECRET) -> Job:
     address = first.wait_for("the coordinator's address", lambda: coordinator_of(first))
     join = ("--coordinator", address, "--slots", slots)
     return Job(
-        run_dir, FAULTY, *COMMON, *join, *options, workers=workers, pace_s=PACE_S, prefix=host.prefix, environ=SECRET
+        run_dir, FAULTY, *COMMON, *join, *options, workers=workers, pace_s=PACE_S, prefix=host.prefix, environ=environ
     )
 
 
@@ -117,23 +117,38 @@ def test_row_16_a_host_dies_is_cut_off_leaves_and_returns_each_time(tmp_path, ho
 
 
 def test_row_16_the_side_without_the_floor_pauses_until_the_network_is_healed(tmp_path, hosts):
+    """The coordinator runs alone here; host a shares its run directory, and finds the secret there."""
     a, b = hosts
     floor = ("--min-workers", "2")
+    bind = ("--bind", "0.0.0.0:0", "--address", a.address)
+    (tmp_path / "a").symlink_to(tmp_path / "coordinator")
     with (
-        first_host(a, tmp_path / "a", "0", *floor, workers=2) as first,
-        second_host(b, tmp_path / "b", "1", first, *floor, workers=2) as second,
+        Job(
+            tmp_path / "coordinator",
+            FAULTY,
+            *COMMON,
+            *bind,
+            *floor,
+            workers=2,
+            command="coordinator",
+            prefix=a.prefix,
+            environ=SECRET,
+        ) as first,
+        second_host(a, tmp_path / "a", "0", first, *floor, workers=2, environ={}) as one,
+        second_host(b, tmp_path / "b", "1", first, *floor, workers=2) as two,
     ):
         first.wait_members(0, 1)
         b.cut()
         first.wait_event("below_floor", members=[0], missing=[1])
-        wait_until("the worker that is cut off to end", lambda: workers_of(second) == [])
+        wait_until("the worker that is cut off to end", lambda: workers_of(two) == [])
         b.heal()
         first.wait_event("floor_reached")
         back = first.wait_event("recovered", kind="admission")
         first.wait_step(back["step"] + 10)
         assert all(line["workers"] == [0, 1] for line in first.lines("ledger.jsonl"))
         stop_and_compare(first, tmp_path)
-        assert second.finish() == 130, second.logs()
+        assert one.finish() == two.finish() == 130, one.logs() + two.logs()
+        assert one.processes_left() == two.processes_left() == []
 
 
 @pytest.mark.soak
