@@ -58,7 +58,7 @@ class _Host:
     """How this host and the others reach each other.
 
     Attributes:
-      address: what the other hosts know this one by; by default its address on the way to the coordinator.
+      address: where other hosts reach this one's workers; by default its address on the way to the coordinator.
       tls_cert: this host's certificate chain, PEM; encrypts the control plane.
       tls_key: its private key, PEM.
       tls_ca: the authorities that the other hosts' certificates must come from, PEM.

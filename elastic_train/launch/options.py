@@ -21,7 +21,7 @@ class JobOptions:
       slots: those of this host; None takes all.
       steps, seed: settings with an option of their own; None leaves them as they are.
       bind: where the coordinator listens.
-      address: what other hosts know this one by; "" finds it out.
+      address: where this host's workers listen for those of other hosts; "" finds it out.
       tls: this host's files.
     """
 
@@ -58,11 +58,13 @@ class JobOptions:
         Raises UsageError if it listens on all addresses and none is named.
         """
         host = self.bind.rpartition(":")[0]
-        if not self.address and host in ("0.0.0.0", "[::]", "::", ""):
+        if host not in ("0.0.0.0", "[::]", "::", ""):
+            return host
+        if not self.address:
             raise UsageError(
                 f"--bind {self.bind} is every address of this host: give --address, the one that other hosts reach, too"
             )
-        return self.address or host
+        return self.address
 
     def check_request(self, workers: int) -> CheckRequest:
         flags = {"steps": self.steps, "seed": self.seed}

@@ -193,6 +193,7 @@ def options(bind: str, address: str = "") -> JobOptions:
 
 def test_what_other_hosts_know_the_coordinator_by() -> None:
     assert options("10.0.0.1:9000").coordinator_host == "10.0.0.1"
+    assert options("10.0.0.1:9000", "10.0.1.1").coordinator_host == "10.0.0.1"  # workers have a network of their own
     assert options("0.0.0.0:9000", "10.0.0.1").coordinator_host == "10.0.0.1"
     with pytest.raises(UsageError, match="is every address of this host: give --address"):
         _ = options("0.0.0.0:9000").coordinator_host
