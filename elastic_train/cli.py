@@ -54,7 +54,26 @@ class _Recipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(_Recipe):
+class _Host:
+    """How this host and the others reach each other.
+
+    Attributes:
+      address: where other hosts reach this one's workers; by default its address on the way to the coordinator.
+      tls_cert: this host's certificate chain, PEM; encrypts the control plane.
+      tls_key: its private key, PEM.
+      tls_ca: the authorities that the other hosts' certificates must come from, PEM.
+      tls_peer_uri_prefix: for JAX's own service: what a URI in peers' certificates begins with, instead of their name.
+    """
+
+    address: Annotated[str, _shown_as("HOST")] = ""
+    tls_cert: Annotated[str, _shown_as("FILE")] = ""
+    tls_key: Annotated[str, _shown_as("FILE")] = ""
+    tls_ca: Annotated[str, _shown_as("FILE")] = ""
+    tls_peer_uri_prefix: Annotated[str, _shown_as("URI")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(_Host, _Recipe):
     """Train a recipe with any number of workers, through the loss and return of any of them.
 
     Exit codes: 0 done; 2 bad usage, recipe or config; 3 the recipe's own code failed on every worker;
@@ -75,7 +94,7 @@ class Run(_Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoordinatorAlone(_Recipe):
+class CoordinatorAlone(_Host, _Recipe):
     """Run a job's coordinator without any worker; hosts join it with `run --coordinator`.
 
     Attributes:
@@ -292,7 +311,7 @@ def _verify_faults(command: VerifyFaults) -> int:
 
     run_dir = command.run_dir or default_run_dir(f"{recipe_name(command.recipe)}-verify")
     same = {key: value for key, value in vars(command).items() if key not in ("json", "run_dir")}
-    options = _job_options(_Recipe(**same, run_dir=run_dir), "127.0.0.1:0", None)
+    options = _job_options(Run(**same, run_dir=run_dir), "127.0.0.1:0", None)
     verified = verify_faults(options, os.environ)
     if command.json and verified.verdict is not None:
         print(json.dumps(verified.verdict.as_json()))
@@ -301,7 +320,10 @@ def _verify_faults(command: VerifyFaults) -> int:
     return verified.exit_code
 
 
-def _job_options(command: _Recipe, bind: str, slots: tuple[int, ...] | None, chaos: Path | None = None) -> JobOptions:
+def _job_options(
+    command: Run | CoordinatorAlone, bind: str, slots: tuple[int, ...] | None, chaos: Path | None = None
+) -> JobOptions:
+    from elastic_train.coordinator.security import Tls
     from elastic_train.launch.options import JobOptions
     from elastic_train.launch.recipe import recipe_name
 
@@ -317,7 +339,18 @@ def _job_options(command: _Recipe, bind: str, slots: tuple[int, ...] | None, cha
         run_dir=command.run_dir or default_run_dir(recipe_name(command.recipe)),
         bind=bind,
         chaos=chaos,
+        address=command.address,
+        tls=Tls(
+            cert=_absolute(command.tls_cert),
+            key=_absolute(command.tls_key),
+            ca=_absolute(command.tls_ca),
+            peer_uri_prefix=command.tls_peer_uri_prefix,
+        ),
     )
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if path else ""
 
 
 def _flat(overrides: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ class FaultConfig:
       keepalive_s: a worker whose control connection does not answer for about twice this long is declared
         dead.
       jax_heartbeat_timeout_s: JAX's own failure detection, the net below ours.
+      coordinator_timeout_s: how long the agent of another host tries to reach the coordinator, at its start and
+        after it has lost it.
     """
 
     max_restarts: int = 10
@@ -49,6 +51,7 @@ class FaultConfig:
     doubt_timeout_s: float = 20.0
     keepalive_s: float = 5.0
     jax_heartbeat_timeout_s: float = 60.0
+    coordinator_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("max_restarts", "forgive_after_steps", "max_step_failures"):
@@ -77,6 +80,12 @@ class FaultConfig:
             "faults.jax_heartbeat_timeout_s",
             self.jax_heartbeat_timeout_s,
             f"must exceed twice faults.keepalive_s ({self.keepalive_s}), or JAX acts before we do",
+        )
+        require(
+            self.coordinator_timeout_s > 2 * self.keepalive_s,
+            "faults.coordinator_timeout_s",
+            self.coordinator_timeout_s,
+            f"must exceed twice faults.keepalive_s ({self.keepalive_s}), the time until a loss is noticed",
         )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_train.errors import UsageError
@@ -30,17 +30,30 @@ def _jaxlib() -> Any:
     return _jax
 
 
-def coordination_service(address: str, num_nodes: int, heartbeat_timeout_s: int) -> Any:
-    """Starts JAX's coordination service in this process. `shutdown()` ends it; connected clients then abort."""
+def knows_mtls() -> bool:
+    """Whether the coordination service can use TLS, as it can since 0.11.2: nanobind tells only in the docstring."""
+    return "mtls_cert_file" in (_jaxlib().get_distributed_runtime_service.__doc__ or "")
+
+
+def coordination_service(address: str, num_nodes: int, heartbeat_timeout_s: int, tls: Mapping[str, str]) -> Any:
+    """Starts JAX's coordination service in this process. `shutdown()` ends it; connected clients then abort.
+
+    `tls` holds JAX's `mtls_` arguments; empty, nothing is encrypted.
+    """
     return _jaxlib().get_distributed_runtime_service(
-        address, num_nodes, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=5, recoverable=True
+        address, num_nodes, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=5, recoverable=True, **tls
     )
 
 
-def coordination_client(address: str, node: int, *, timeout_s: int, heartbeat_timeout_s: int) -> Any:
-    """A client of the service at `address` under the id `node`, not yet connected."""
+def coordination_client(
+    address: str, node: int, *, timeout_s: int, heartbeat_timeout_s: int, tls: Mapping[str, str]
+) -> Any:
+    """A client of the service at `address` under the id `node`, not yet connected.
+
+    One that cannot agree with the service on TLS ends the process.
+    """
     return _jaxlib().get_distributed_runtime_client(
-        address, node, init_timeout=timeout_s, heartbeat_timeout=heartbeat_timeout_s
+        address, node, init_timeout=timeout_s, heartbeat_timeout=heartbeat_timeout_s, **tls
     )
 
 
@@ -51,8 +64,13 @@ def backends_initialized() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def connect_worker(*, address: str, node: int, num_nodes: int, heartbeat_timeout_s: float) -> None:
+def connect_worker(
+    *, address: str, node: int, num_nodes: int, heartbeat_timeout_s: float, tls: Mapping[str, str], own_address: str
+) -> None:
     """Makes this process node `node` of the coordination service at `address`, and creates the backend.
+
+    On CPU, collectives listen at `own_address`, and tell it to the other members: left to itself gloo takes what the
+    machine's own name resolves to, which other hosts often cannot reach. NCCL finds its interfaces itself.
 
     `jax.distributed.initialize` is not used because it starts the service inside process 0; here every worker
     is only a client.
@@ -77,10 +95,21 @@ def connect_worker(*, address: str, node: int, num_nodes: int, heartbeat_timeout
     state.process_id = node
     state.num_processes = num_nodes
     heartbeat_s = max(1, round(heartbeat_timeout_s))
-    client = coordination_client(address, node, timeout_s=CONNECT_TIMEOUT_S, heartbeat_timeout_s=heartbeat_s)
+    client = coordination_client(address, node, timeout_s=CONNECT_TIMEOUT_S, heartbeat_timeout_s=heartbeat_s, tls=tls)
     client.connect()
     state.client = client
+    _listen_at(own_address, client)
     jax.local_devices()
+
+
+def _listen_at(host: str, client: Any) -> None:
+    """Has the CPU backend, when it is created, make its gloo collectives with `host` instead of the machine's name."""
+    from jax._src import xla_bridge
+
+    def make_cpu_client() -> Any:
+        return xla_bridge.make_cpu_client(_jaxlib().make_gloo_tcp_collectives(client, hostname=host))
+
+    xla_bridge.register_backend_factory("cpu", make_cpu_client, priority=0, fail_quietly=False)
 
 
 def disconnect_worker() -> None:

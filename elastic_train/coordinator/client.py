@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError
 from elastic_train.membership.group import Identity, View
 
@@ -50,7 +50,14 @@ class Link:
       on_lost: called with the reason when the connection broke before `close` and before `stopped_now`.
     """
 
-    def __init__(self, address: str, secret: str, identity: Identity, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        secret: str,
+        identity: Identity,
+        keepalive_s: float,
+        tls: security.Tls = security.PLAIN,
+    ) -> None:
         self.identity = identity
         self.candidates: tuple[Identity, ...] = ()
         self.dead: frozenset[int] = frozenset()
@@ -62,7 +69,7 @@ class Link:
         self.on_lost: Callable[[str], None] = _ignore
         self._address = address
         self._metadata = wire.secret_metadata(secret)
-        self._channel = grpc.insecure_channel(address, options=wire.channel_options(keepalive_s))
+        self._channel = security.open_channel(address, keepalive_s, tls)
         # Guards all below, and tells of changes in both directions.
         self._changed = threading.Condition()
         self._messages: deque[control_pb2.FromWorker] = deque()

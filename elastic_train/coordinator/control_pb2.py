@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'elastic_train/coordinator/control.proto\x12\relastic_train\";\n\x08Identity\x12\x0c\n\x04slot\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x05\x12\x0c\n\x04node\x18\x03 \x01(\x05\"?\n\x04View\x12\r\n\x05\x65poch\x18\x01 \x01(\x05\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.elastic_train.Identity\"\x94\x02\n\nFromWorker\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elastic_train.HelloH\x00\x12%\n\x05ready\x18\x02 \x01(\x0b\x32\x14.elastic_train.ReadyH\x00\x12*\n\x04view\x18\x03 \x01(\x0b\x32\x1a.elastic_train.ViewChangedH\x00\x12+\n\x08progress\x18\x04 \x01(\x0b\x32\x17.elastic_train.ProgressH\x00\x12\'\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x15.elastic_train.FailedH\x00\x12+\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x17.elastic_train.FinishedH\x00\x42\t\n\x07message\"v\n\x05Hello\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x15\n\rconfig_digest\x18\x04 \x01(\t\x12\x10\n\x08versions\x18\x05 \x01(\t\"\x07\n\x05Ready\"\xaa\x01\n\x0bViewChanged\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.elastic_train.View\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12%\n\x04gone\x18\x03 \x03(\x0b\x32\x17.elastic_train.Identity\x12%\n\x04\x63\x61me\x18\x04 \x03(\x0b\x32\x17.elastic_train.Identity\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0c\n\x04time\x18\x06 \x01(\x01\"8\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07records\x18\x03 \x03(\t\"I\n\x06\x46\x61iled\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x66\x61tal\x18\x02 \x01(\x08\x12\x0f\n\x07startup\x18\x03 \x01(\x08\x12\x11\n\ttraceback\x18\x04 \x01(\t\"v\n\x08\x46inished\x12\x0e\n\x06status\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07samples\x18\x03 \x01(\x03\x12\x15\n\rparams_sha256\x18\x04 \x01(\t\x12\x14\n\x0cstate_sha256\x18\x05 \x01(\t\x12\x0e\n\x06result\x18\x06 \x01(\t\"\xac\x02\n\x08ToWorker\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elastic_train.WelcomeH\x00\x12/\n\ncandidates\x18\x02 \x01(\x0b\x32\x19.elastic_train.CandidatesH\x00\x12#\n\x04\x66orm\x18\x03 \x01(\x0b\x32\x13.elastic_train.FormH\x00\x12%\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x14.elastic_train.AbortH\x00\x12%\n\x05\x65vict\x18\x05 \x01(\x0b\x32\x14.elastic_train.EvictH\x00\x12#\n\x04stop\x18\x06 \x01(\x0b\x32\x13.elastic_train.StopH\x00\x12!\n\x03\x61\x63k\x18\x07 \x01(\x0b\x32\x12.elastic_train.AckH\x00\x42\t\n\x07message\"\t\n\x07Welcome\"6\n\nCandidates\x12(\n\x07joiners\x18\x01 \x03(\x0b\x32\x17.elastic_train.Identity\")\n\x04\x46orm\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.elastic_train.View\"\x15\n\x05\x41\x62ort\x12\x0c\n\x04node\x18\x01 \x01(\x05\"\x17\n\x05\x45vict\x12\x0e\n\x06reason\x18\x01 \x01(\t\"#\n\x04Stop\x12\x0b\n\x03now\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x13\n\x03\x41\x63k\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\x96\x01\n\tFromAgent\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.elastic_train.AgentHelloH\x00\x12)\n\x07started\x18\x02 \x01(\x0b\x32\x16.elastic_train.StartedH\x00\x12\'\n\x06\x65xited\x18\x03 \x01(\x0b\x32\x15.elastic_train.ExitedH\x00\x42\t\n\x07message\")\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x03(\x05\"A\n\x07Started\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x0b\n\x03pid\x18\x02 \x01(\x05\"g\n\x06\x45xited\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x11\n\texit_code\x18\x02 \x01(\x05\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0c\n\x04time\x18\x04 \x01(\x01\"\xc9\x01\n\x07ToAgent\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.elastic_train.StartWorkerH\x00\x12)\n\x04kill\x18\x02 \x01(\x0b\x32\x19.elastic_train.KillWorkerH\x00\x12+\n\x08shutdown\x18\x03 \x01(\x0b\x32\x17.elastic_train.ShutdownH\x00\x12.\n\x07welcome\x18\x04 \x01(\x0b\x32\x1b.elastic_train.AgentWelcomeH\x00\x42\t\n\x07message\"6\n\x0c\x41gentWelcome\x12\x13\n\x0bjax_address\x18\x01 \x01(\t\x12\x11\n\tnum_nodes\x18\x02 \x01(\x05\"8\n\x0bStartWorker\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\"G\n\nKillWorker\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x0e\n\x06reason\x18\x02 \x01(\t\"-\n\x08Shutdown\x12\x11\n\texit_code\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1d\n\x0bStopRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0b\n\tStopReply2\x8c\x02\n\x07\x43ontrol\x12@\n\x06Worker\x12\x19.elastic_train.FromWorker\x1a\x17.elastic_train.ToWorker(\x01\x30\x01\x12=\n\x05\x41gent\x12\x18.elastic_train.FromAgent\x1a\x16.elastic_train.ToAgent(\x01\x30\x01\x12\x42\n\x06Status\x12\x1c.elastic_train.StatusRequest\x1a\x1a.elastic_train.StatusReply\x12<\n\x04Stop\x12\x1a.elastic_train.StopRequest\x1a\x18.elastic_train.StopReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'elastic_train/coordinator/control.proto\x12\relastic_train\";\n\x08Identity\x12\x0c\n\x04slot\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x05\x12\x0c\n\x04node\x18\x03 \x01(\x05\"?\n\x04View\x12\r\n\x05\x65poch\x18\x01 \x01(\x05\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.elastic_train.Identity\"\x94\x02\n\nFromWorker\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.elastic_train.HelloH\x00\x12%\n\x05ready\x18\x02 \x01(\x0b\x32\x14.elastic_train.ReadyH\x00\x12*\n\x04view\x18\x03 \x01(\x0b\x32\x1a.elastic_train.ViewChangedH\x00\x12+\n\x08progress\x18\x04 \x01(\x0b\x32\x17.elastic_train.ProgressH\x00\x12\'\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x15.elastic_train.FailedH\x00\x12+\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x17.elastic_train.FinishedH\x00\x42\t\n\x07message\"v\n\x05Hello\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x15\n\rconfig_digest\x18\x04 \x01(\t\x12\x10\n\x08versions\x18\x05 \x01(\t\"\x07\n\x05Ready\"\xaa\x01\n\x0bViewChanged\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.elastic_train.View\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12%\n\x04gone\x18\x03 \x03(\x0b\x32\x17.elastic_train.Identity\x12%\n\x04\x63\x61me\x18\x04 \x03(\x0b\x32\x17.elastic_train.Identity\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0c\n\x04time\x18\x06 \x01(\x01\"8\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\x12\x0f\n\x07records\x18\x03 \x03(\t\"I\n\x06\x46\x61iled\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x66\x61tal\x18\x02 \x01(\x08\x12\x0f\n\x07startup\x18\x03 \x01(\x08\x12\x11\n\ttraceback\x18\x04 \x01(\t\"v\n\x08\x46inished\x12\x0e\n\x06status\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0f\n\x07samples\x18\x03 \x01(\x03\x12\x15\n\rparams_sha256\x18\x04 \x01(\t\x12\x14\n\x0cstate_sha256\x18\x05 \x01(\t\x12\x0e\n\x06result\x18\x06 \x01(\t\"\xac\x02\n\x08ToWorker\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.elastic_train.WelcomeH\x00\x12/\n\ncandidates\x18\x02 \x01(\x0b\x32\x19.elastic_train.CandidatesH\x00\x12#\n\x04\x66orm\x18\x03 \x01(\x0b\x32\x13.elastic_train.FormH\x00\x12%\n\x05\x61\x62ort\x18\x04 \x01(\x0b\x32\x14.elastic_train.AbortH\x00\x12%\n\x05\x65vict\x18\x05 \x01(\x0b\x32\x14.elastic_train.EvictH\x00\x12#\n\x04stop\x18\x06 \x01(\x0b\x32\x13.elastic_train.StopH\x00\x12!\n\x03\x61\x63k\x18\x07 \x01(\x0b\x32\x12.elastic_train.AckH\x00\x42\t\n\x07message\"\t\n\x07Welcome\"6\n\nCandidates\x12(\n\x07joiners\x18\x01 \x03(\x0b\x32\x17.elastic_train.Identity\")\n\x04\x46orm\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.elastic_train.View\"\x15\n\x05\x41\x62ort\x12\x0c\n\x04node\x18\x01 \x01(\x05\"\x17\n\x05\x45vict\x12\x0e\n\x06reason\x18\x01 \x01(\t\"#\n\x04Stop\x12\x0b\n\x03now\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x13\n\x03\x41\x63k\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\xc6\x01\n\tFromAgent\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.elastic_train.AgentHelloH\x00\x12)\n\x07started\x18\x02 \x01(\x0b\x32\x16.elastic_train.StartedH\x00\x12\'\n\x06\x65xited\x18\x03 \x01(\x0b\x32\x15.elastic_train.ExitedH\x00\x12.\n\x07leaving\x18( \x01(\x0b\x32\x1b.elastic_train.AgentLeavingH\x00\x42\t\n\x07message\"5\n\nAgentHello\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\r\n\x05slots\x18\x02 \x03(\x05\x12\n\n\x02id\x18( \x01(\t\"\x1e\n\x0c\x41gentLeaving\x12\x0e\n\x06reason\x18\x01 \x01(\t\"A\n\x07Started\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x0b\n\x03pid\x18\x02 \x01(\x05\"g\n\x06\x45xited\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x11\n\texit_code\x18\x02 \x01(\x05\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0c\n\x04time\x18\x04 \x01(\x01\"\xf9\x01\n\x07ToAgent\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1a.elastic_train.StartWorkerH\x00\x12)\n\x04kill\x18\x02 \x01(\x0b\x32\x19.elastic_train.KillWorkerH\x00\x12+\n\x08shutdown\x18\x03 \x01(\x0b\x32\x17.elastic_train.ShutdownH\x00\x12.\n\x07welcome\x18\x04 \x01(\x0b\x32\x1b.elastic_train.AgentWelcomeH\x00\x12.\n\x07refused\x18( \x01(\x0b\x32\x1b.elastic_train.SlotsRefusedH\x00\x42\t\n\x07message\"-\n\x0cSlotsRefused\x12\r\n\x05slots\x18\x01 \x03(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"G\n\x0c\x41gentWelcome\x12\x13\n\x0bjax_address\x18\x01 \x01(\t\x12\x11\n\tnum_nodes\x18\x02 \x01(\x05\x12\x0f\n\x07jax_tls\x18( \x01(\x08\"8\n\x0bStartWorker\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\"G\n\nKillWorker\x12)\n\x08identity\x18\x01 \x01(\x0b\x32\x17.elastic_train.Identity\x12\x0e\n\x06reason\x18\x02 \x01(\t\"-\n\x08Shutdown\x12\x11\n\texit_code\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1d\n\x0bStopRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x0b\n\tStopReply2\x8c\x02\n\x07\x43ontrol\x12@\n\x06Worker\x12\x19.elastic_train.FromWorker\x1a\x17.elastic_train.ToWorker(\x01\x30\x01\x12=\n\x05\x41gent\x12\x18.elastic_train.FromAgent\x1a\x16.elastic_train.ToAgent(\x01\x30\x01\x12\x42\n\x06Status\x12\x1c.elastic_train.StatusRequest\x1a\x1a.elastic_train.StatusReply\x12<\n\x04Stop\x12\x1a.elastic_train.StopRequest\x1a\x18.elastic_train.StopReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -66,31 +66,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACK']._serialized_start=1516
   _globals['_ACK']._serialized_end=1535
   _globals['_FROMAGENT']._serialized_start=1538
-  _globals['_FROMAGENT']._serialized_end=1688
-  _globals['_AGENTHELLO']._serialized_start=1690
-  _globals['_AGENTHELLO']._serialized_end=1731
-  _globals['_STARTED']._serialized_start=1733
-  _globals['_STARTED']._serialized_end=1798
-  _globals['_EXITED']._serialized_start=1800
-  _globals['_EXITED']._serialized_end=1903
-  _globals['_TOAGENT']._serialized_start=1906
-  _globals['_TOAGENT']._serialized_end=2107
-  _globals['_AGENTWELCOME']._serialized_start=2109
-  _globals['_AGENTWELCOME']._serialized_end=2163
-  _globals['_STARTWORKER']._serialized_start=2165
-  _globals['_STARTWORKER']._serialized_end=2221
-  _globals['_KILLWORKER']._serialized_start=2223
-  _globals['_KILLWORKER']._serialized_end=2294
-  _globals['_SHUTDOWN']._serialized_start=2296
-  _globals['_SHUTDOWN']._serialized_end=2341
-  _globals['_STATUSREQUEST']._serialized_start=2343
-  _globals['_STATUSREQUEST']._serialized_end=2358
-  _globals['_STATUSREPLY']._serialized_start=2360
-  _globals['_STATUSREPLY']._serialized_end=2387
-  _globals['_STOPREQUEST']._serialized_start=2389
-  _globals['_STOPREQUEST']._serialized_end=2418
-  _globals['_STOPREPLY']._serialized_start=2420
-  _globals['_STOPREPLY']._serialized_end=2431
-  _globals['_CONTROL']._serialized_start=2434
-  _globals['_CONTROL']._serialized_end=2702
+  _globals['_FROMAGENT']._serialized_end=1736
+  _globals['_AGENTHELLO']._serialized_start=1738
+  _globals['_AGENTHELLO']._serialized_end=1791
+  _globals['_AGENTLEAVING']._serialized_start=1793
+  _globals['_AGENTLEAVING']._serialized_end=1823
+  _globals['_STARTED']._serialized_start=1825
+  _globals['_STARTED']._serialized_end=1890
+  _globals['_EXITED']._serialized_start=1892
+  _globals['_EXITED']._serialized_end=1995
+  _globals['_TOAGENT']._serialized_start=1998
+  _globals['_TOAGENT']._serialized_end=2247
+  _globals['_SLOTSREFUSED']._serialized_start=2249
+  _globals['_SLOTSREFUSED']._serialized_end=2294
+  _globals['_AGENTWELCOME']._serialized_start=2296
+  _globals['_AGENTWELCOME']._serialized_end=2367
+  _globals['_STARTWORKER']._serialized_start=2369
+  _globals['_STARTWORKER']._serialized_end=2425
+  _globals['_KILLWORKER']._serialized_start=2427
+  _globals['_KILLWORKER']._serialized_end=2498
+  _globals['_SHUTDOWN']._serialized_start=2500
+  _globals['_SHUTDOWN']._serialized_end=2545
+  _globals['_STATUSREQUEST']._serialized_start=2547
+  _globals['_STATUSREQUEST']._serialized_end=2562
+  _globals['_STATUSREPLY']._serialized_start=2564
+  _globals['_STATUSREPLY']._serialized_end=2591
+  _globals['_STOPREQUEST']._serialized_start=2593
+  _globals['_STOPREQUEST']._serialized_end=2622
+  _globals['_STOPREPLY']._serialized_start=2624
+  _globals['_STOPREPLY']._serialized_end=2635
+  _globals['_CONTROL']._serialized_start=2638
+  _globals['_CONTROL']._serialized_end=2906
 # @@protoc_insertion_point(module_scope)

@@ -173,22 +173,32 @@ class Ack(_message.Message):
     def __init__(self, step: _Optional[int] = ...) -> None: ...
 
 class FromAgent(_message.Message):
-    __slots__ = ("hello", "started", "exited")
+    __slots__ = ("hello", "started", "exited", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     EXITED_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: AgentHello
     started: Started
     exited: Exited
-    def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ...) -> None: ...
+    leaving: AgentLeaving
+    def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ..., leaving: _Optional[_Union[AgentLeaving, _Mapping]] = ...) -> None: ...
 
 class AgentHello(_message.Message):
-    __slots__ = ("host", "slots")
+    __slots__ = ("host", "slots", "id")
     HOST_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
     host: str
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, host: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    id: str
+    def __init__(self, host: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ..., id: _Optional[str] = ...) -> None: ...
+
+class AgentLeaving(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("identity", "pid")
@@ -211,24 +221,36 @@ class Exited(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., exit_code: _Optional[int] = ..., traceback: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
 
 class ToAgent(_message.Message):
-    __slots__ = ("start", "kill", "shutdown", "welcome")
+    __slots__ = ("start", "kill", "shutdown", "welcome", "refused")
     START_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     start: StartWorker
     kill: KillWorker
     shutdown: Shutdown
     welcome: AgentWelcome
-    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ...) -> None: ...
+    refused: SlotsRefused
+    def __init__(self, start: _Optional[_Union[StartWorker, _Mapping]] = ..., kill: _Optional[_Union[KillWorker, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., welcome: _Optional[_Union[AgentWelcome, _Mapping]] = ..., refused: _Optional[_Union[SlotsRefused, _Mapping]] = ...) -> None: ...
+
+class SlotsRefused(_message.Message):
+    __slots__ = ("slots", "reason")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    reason: str
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AgentWelcome(_message.Message):
-    __slots__ = ("jax_address", "num_nodes")
+    __slots__ = ("jax_address", "num_nodes", "jax_tls")
     JAX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    JAX_TLS_FIELD_NUMBER: _ClassVar[int]
     jax_address: str
     num_nodes: int
-    def __init__(self, jax_address: _Optional[str] = ..., num_nodes: _Optional[int] = ...) -> None: ...
+    jax_tls: bool
+    def __init__(self, jax_address: _Optional[str] = ..., num_nodes: _Optional[int] = ..., jax_tls: bool = ...) -> None: ...
 
 class StartWorker(_message.Message):
     __slots__ = ("identity",)

@@ -10,7 +10,7 @@ import contextlib
 import math
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,6 +39,13 @@ class JaxService:
     Attributes:
       address: "host:port" that workers (or the relay in front of them) connect to.
 
+    Args:
+      num_nodes: node ids, 0 included.
+      heartbeat_timeout_s: JAX's own failure detection.
+      host: where it listens.
+      on_error: called if the topology cannot be published.
+      tls: JAX's settings for mutual TLS, checked already: with wrong ones JAX's client ends the process.
+
     Raises UsageError if `host` is no address of this machine.
     """
 
@@ -48,10 +55,12 @@ class JaxService:
         heartbeat_timeout_s: float,
         host: str = "127.0.0.1",
         on_error: Callable[[BaseException], None] | None = None,
+        tls: Mapping[str, str] | None = None,
     ) -> None:
         self.num_nodes = num_nodes
         self._heartbeat_timeout_s = math.ceil(heartbeat_timeout_s)
         self._on_error = on_error
+        self._tls = dict(tls or {})
         self._service, self.address = self._start_service(host)
         self._own_address = self.address.replace("0.0.0.0", "127.0.0.1")
         self._client = self._register_all()
@@ -87,7 +96,7 @@ class JaxService:
     def _start_service(self, host: str) -> tuple[Any, str]:
         with _held_port(host) as port:
             address = f"{host}:{port}"
-            service = jax_private.coordination_service(address, self.num_nodes, self._heartbeat_timeout_s)
+            service = jax_private.coordination_service(address, self.num_nodes, self._heartbeat_timeout_s, self._tls)
         return service, address
 
     def _register_all(self) -> Any:
@@ -103,7 +112,11 @@ class JaxService:
 
     def _new_client(self, node: int, timeout_s: int) -> Any:
         return jax_private.coordination_client(
-            self._own_address, node, timeout_s=timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s
+            self._own_address,
+            node,
+            timeout_s=timeout_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            tls=self._tls,
         )
 
     def _watch(self) -> None:

@@ -15,10 +15,11 @@ from functools import partial
 import grpc
 
 from elastic_train.config import FaultConfig
-from elastic_train.coordinator import control_pb2, wire
+from elastic_train.coordinator import control_pb2, security, wire
 from elastic_train.coordinator.commits import Commits, Records
 from elastic_train.coordinator.jax_service import JaxService
 from elastic_train.coordinator.loop import EventLoop
+from elastic_train.coordinator.rejections import Rejections
 from elastic_train.coordinator.reports import Reports, different_ends
 from elastic_train.coordinator.streams import Server, Stream
 from elastic_train.errors import last_error
@@ -53,7 +54,10 @@ class Coordinator:
       apply: the state machine, `elastic_train.membership.roster.apply`.
       faults: gives keepalive and JAX heartbeat.
       bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
+      host: what callers know this host by; by default the host of `bind`.
       secret: what every caller must know.
+      tls: this host's files for TLS, checked already.
+      jax_tls: whether JAX's service uses them, too.
       on_note: shows a line to the person who watches.
       on_end: called once, with the End and the last report of each slot that finished.
       stall_note_s: say who is where when no step has committed for this long.
@@ -73,7 +77,10 @@ class Coordinator:
         apply: Apply,
         faults: FaultConfig,
         bind: str = "127.0.0.1:0",
+        host: str = "",
         secret: str,
+        tls: security.Tls = security.PLAIN,
+        jax_tls: bool = False,
         on_note: Callable[[str], None] | None = None,
         on_end: OnEnd | None = None,
         stall_note_s: float = 30.0,
@@ -89,6 +96,9 @@ class Coordinator:
         self._identities: dict[Stream, Identity] = {}
         self._agents: dict[str, Stream] = {}
         self._agent_names: dict[Stream, str] = {}
+        self._agent_ids: dict[str, Stream] = {}
+        self._rejections = Rejections()
+        self._jax_tls = jax_tls
         self._deserted = threading.Event()
         self._deserted.set()
         self._exited: set[int] = set()
@@ -105,13 +115,14 @@ class Coordinator:
         self._closing = False
 
         # The port first: a port in use is the likeliest error, and cheap to find.
-        self._server = Server(self, bind, secret, faults.keepalive_s, max_streams=2 * limits.num_slots + 16)
-        self.address = self._server.address
+        self._server = Server(self, bind, secret, faults.keepalive_s, 2 * limits.num_slots + 16, tls)
+        self.address = f"{host or bind.rpartition(':')[0]}:{self._server.port}"
         self._jax = JaxService(
             limits.num_nodes,
             faults.jax_heartbeat_timeout_s,
             host=bind.rpartition(":")[0],
             on_error=lambda error: self._loop.post(partial(self._raise, error)),
+            tls=tls.jax_arguments() if jax_tls else None,
         )
         self.jax_address = self._jax.address
         self._loop.after("stall", stall_note_s, self._note_stall)
@@ -187,6 +198,9 @@ class Coordinator:
     def stop_called(self, reason: str) -> None:
         self._loop.post(partial(self._stop_called, reason))
 
+    def peer_rejected(self, peer: str) -> None:
+        self._loop.post(partial(self._peer_rejected, peer, time.monotonic()))
+
     # The event loop: all below runs in its thread -------------------------------------------------
 
     def _loop_failed(self, error: Exception) -> None:
@@ -235,6 +249,9 @@ class Coordinator:
             case r.Kill(agent, identity, reason):
                 kill = control_pb2.KillWorker(identity=wire.identity_message(identity), reason=reason)
                 self._tell_agent(agent, control_pb2.ToAgent(kill=kill))
+            case r.Refuse(agent, slots, reason):
+                refused = control_pb2.SlotsRefused(slots=slots, reason=reason)
+                self._tell_agent(agent, control_pb2.ToAgent(refused=refused))
             case r.SetTimer(name, delay_s):
                 self._loop.after(f"roster {name}", delay_s, partial(self._apply, r.TimerOver(name)))
             case r.Note(event, fields, show):
@@ -449,6 +466,9 @@ class Coordinator:
             case "started":
                 started = message.started
                 self._apply(r.Started(wire.identity_value(started.identity), started.pid))
+            case "leaving":
+                if name := self._agent_names.get(stream):
+                    self._apply(r.AgentLeaving(name, message.leaving.reason))
             case "exited":
                 exited = message.exited
                 identity = wire.identity_value(exited.identity)
@@ -470,6 +490,10 @@ class Coordinator:
         if stream in self._agent_names:
             stream.reject(grpc.StatusCode.ALREADY_EXISTS, "an agent says hello once")
             return
+        if hello.id and (before := self._agent_ids.get(hello.id)):
+            # It has connected again, so it has ended the workers it had, and the old connection is of no use.
+            self._lost_agent(before)
+            before.close()
         name = hello.host
         number = 2
         while name in self._agents:
@@ -477,8 +501,12 @@ class Coordinator:
             number += 1
         self._agents[name] = stream
         self._agent_names[stream] = name
+        if hello.id:
+            self._agent_ids[hello.id] = stream
         self._deserted.clear()
-        welcome = control_pb2.AgentWelcome(jax_address=self.jax_address, num_nodes=self._jax.num_nodes)
+        welcome = control_pb2.AgentWelcome(
+            jax_address=self.jax_address, num_nodes=self._jax.num_nodes, jax_tls=self._jax_tls
+        )
         stream.send(control_pb2.ToAgent(welcome=welcome))
         if self._end is not None:  # the job was stopped before this agent came
             self._send_shutdown(stream, self._end)
@@ -489,8 +517,19 @@ class Coordinator:
         if name is None or self._closing:
             return
         del self._agents[name]
+        self._agent_ids = {key: held for key, held in self._agent_ids.items() if held is not stream}
         self._see_who_is_left()
         self._apply(r.AgentLost(name))
+
+    def _peer_rejected(self, peer: str, now: float) -> None:
+        if self._end is None and (found := self._rejections.add(peer, now)):
+            address, num_calls = found
+            self._note(
+                "peer_rejected",
+                f"rejected a caller at {address}: it does not know this job's secret",
+                peer=address,
+                calls=num_calls,
+            )
 
     def _stop_called(self, reason: str) -> None:
         self._stop_calls += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import queue
+import resource
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import UsageError
 
 MessageType = TypeVar("MessageType", control_pb2.FromWorker, control_pb2.FromAgent)
@@ -78,6 +79,7 @@ class Receiver(Protocol):
     def agent_ended(self, stream: Stream, broken: bool) -> None: ...
     def status_json(self) -> str: ...
     def stop_called(self, reason: str) -> None: ...
+    def peer_rejected(self, peer: str) -> None: ...
 
 
 class _Servicer(control_pb2_grpc.ControlServicer):
@@ -122,24 +124,28 @@ class _Servicer(control_pb2_grpc.ControlServicer):
 
 
 class _SecretCheck(grpc.ServerInterceptor):
-    """Lets calls through that know the job's secret; the health service needs none."""
+    """Lets calls through that know the job's secret; only the question whether the server is healthy needs none.
 
-    def __init__(self, secret: str) -> None:
+    All others get one and the same answer, whatever they called and whatever they gave as secret.
+    """
+
+    def __init__(self, secret: str, rejected: Callable[[str], None]) -> None:
         self._secret = secret.encode()
+        self._rejected = rejected
         # A handler for streams also serves the calls that are none.
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def intercept_service(self, continuation, handler_call_details):
-        if handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
+        if handler_call_details.method == f"/{health.SERVICE_NAME}/Check":
             return continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata or ())
-        given = str(metadata.get(wire.SECRET_KEY, ""))
-        if hmac.compare_digest(given.encode(), self._secret):
+        given = metadata.get(wire.SECRET_KEY, "")
+        if hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._secret):
             return continuation(handler_call_details)
         return self._refusal
 
-    @staticmethod
-    def _refuse(requests, context):
+    def _refuse(self, requests, context):
+        self._rejected(context.peer())
         context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
             f"this coordinator belongs to another job, or the secret is missing: metadata {wire.SECRET_KEY!r}"
@@ -153,25 +159,29 @@ class Server:
     Raises UsageError if the address cannot be bound.
 
     Attributes:
-      address: "host:port" with the port that was really bound.
+      port: the one that was really bound.
     """
 
-    def __init__(self, receiver: Receiver, bind: str, secret: str, keepalive_s: float, max_streams: int) -> None:
+    def __init__(
+        self, receiver: Receiver, bind: str, secret: str, keepalive_s: float, max_streams: int, tls: security.Tls
+    ) -> None:
         self._health = health.HealthServicer()
         # Each stream occupies a thread for its whole life. Some more for status, stop, health.
         self._server = grpc.server(
             ThreadPoolExecutor(max_streams + 16, thread_name_prefix="control"),
-            interceptors=[_SecretCheck(secret)],
-            options=wire.server_options(keepalive_s),
+            interceptors=[_SecretCheck(secret, receiver.peer_rejected)],
+            options=wire.server_options(keepalive_s, _max_connections(max_streams)),
         )
         control_pb2_grpc.add_ControlServicer_to_server(_Servicer(receiver), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         _check_free(bind)
         try:
-            port = self._server.add_insecure_port(bind)
+            if tls.given:
+                self.port = self._server.add_secure_port(bind, security.server_credentials(tls))
+            else:
+                self.port = self._server.add_insecure_port(bind)
         except RuntimeError as error:
             raise _cannot_listen(bind, error) from error
-        self.address = f"{bind.rpartition(':')[0]}:{port}"
 
     def start(self) -> None:
         self._server.start()
@@ -182,6 +192,13 @@ class Server:
         """Refuses new calls, gives open ones `grace_s` to end, then breaks them."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait()
+
+
+def _max_connections(max_streams: int) -> int:
+    """Half of the files this process may open; but enough for its own workers, whatever that leaves."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = 1 << 16 if soft == resource.RLIM_INFINITY else soft // 2
+    return max(half, 2 * max_streams)
 
 
 def _check_free(bind: str) -> None:

@@ -10,6 +10,15 @@ from elastic_train.membership.group import Identity, View
 SECRET_KEY = "x-elastic-train-secret"
 """Name of the gRPC metadata entry that carries the job's secret."""
 
+RECONNECT_MS = 3000
+"""Least time for an attempt to connect, and longest pause between two."""
+
+HANDSHAKE_MS = 5000
+"""A caller's time from its connection until it speaks the protocol; then the connection is closed."""
+
+IDLE_MS = 30_000
+"""After this long a connection is closed on which no call is open. Agents and workers always have one."""
+
 Options = list[tuple[str, int]]
 
 
@@ -24,12 +33,23 @@ def channel_options(keepalive_s: float) -> Options:
         *_keepalive(keepalive_s),
         # The coordinator is near; a proxy meant for the internet cannot reach it.
         ("grpc.enable_http_proxy", 0),
+        # An attempt that got no answer is repeated this soon; gRPC's own pauses grow to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.min_reconnect_backoff_ms", RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MS),
     ]
 
 
-def server_options(keepalive_s: float) -> Options:
-    """Options of the server: the same keepalive, and no penalty for clients that ping as often."""
+def server_options(keepalive_s: float, max_connections: int) -> Options:
+    """Options of the server: the same keepalive, and no penalty for clients that ping as often.
+
+    What strangers can take up is bounded: connections that say nothing are closed soon, and beyond
+    `max_connections` further ones are refused, so that the process keeps file descriptors for its own work.
+    """
     return [
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         *_keepalive(keepalive_s),
         ("grpc.http2.min_ping_interval_without_data_ms", int(keepalive_s * 500)),
         ("grpc.http2.max_ping_strikes", 0),

@@ -11,19 +11,26 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from signal import Signals
+from signal import SIGTERM, Signals
 from typing import NamedTuple, Protocol
+from uuid import uuid4
 
 import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+from elastic_train.coordinator.security import PLAIN, Tls, open_channel
+from elastic_train.launch.environment import JaxRuntime
 from elastic_train.launch.processes import WorkerProcesses
 from elastic_train.launch.relay import Relay
 from elastic_train.membership.group import Identity
 
-CONNECT_LIMIT_S = 30.0
-"""How long the coordinator may take to answer an agent's hello."""
+SAY_S = 2.0
+"""After this long without an answer an agent says whom it waits for."""
+
+RETRY_S = 1.0
+"""Pause between the loss of the coordinator and the next attempt to reach it."""
 
 FAREWELL_LIMIT_S = 2.0
 """How long the coordinator may take to read the last exits after it has asked for a shutdown."""
@@ -31,7 +38,7 @@ FAREWELL_LIMIT_S = 2.0
 CANNOT_START = 127
 """Exit code reported for a worker whose process could not be started, as a shell does."""
 
-EnvironmentOf = Callable[[Identity, int, str], Mapping[str, str]]
+EnvironmentOf = Callable[[Identity, JaxRuntime], Mapping[str, str]]
 
 
 class _Stream(Protocol):
@@ -41,6 +48,13 @@ class _Stream(Protocol):
     def cancel(self) -> bool: ...
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str: ...
+
+
+class _Lost(NamedTuple):
+    """A connection that is over, though the job may not be."""
+
+    evidence: str
+    again: bool  # whether it could help to try again
 
 
 class AgentEnd(NamedTuple):
@@ -66,10 +80,14 @@ class Agent:
       secret: what the coordinator expects from its clients.
       slots: the slots this host fills.
       command: what a worker is started with.
-      environment: (identity, number of JAX nodes, address of the relay) -> environment of that worker.
+      environment: (identity, JAX's coordination service) -> environment of that worker.
       log_dir: an existing directory for the workers' output.
       host: what the coordinator should call this host.
       keepalive_s: a coordinator that is silent for twice this long counts as lost.
+      patience_s: how long to try to reach the coordinator at the start.
+      rejoin: whether to try as long again when it is lost. The workers are ended at once in any case.
+      tls: this host's files for TLS.
+      on_note: shows a line to the person who watches.
     """
 
     def __init__(
@@ -82,16 +100,28 @@ class Agent:
         log_dir: Path,
         host: str,
         keepalive_s: float,
+        patience_s: float = 30.0,
+        *,
+        rejoin: bool = False,
+        tls: Tls = PLAIN,
+        on_note: Callable[[str], None] = print,
     ) -> None:
         self._address = coordinator_address
         self._metadata = wire.secret_metadata(secret)
-        self._options = wire.channel_options(keepalive_s)
-        self._hello = control_pb2.AgentHello(host=host, slots=list(slots))
+        self._open_channel = partial(open_channel, coordinator_address, keepalive_s, tls)
+        self._hello = control_pb2.AgentHello(host=host, slots=list(slots), id=uuid4().hex)
         self._environment = environment
+        self._patience_s = patience_s
+        self._rejoin = rejoin
+        self._on_note = on_note
         self._outgoing: queue.SimpleQueue[control_pb2.FromAgent | None] = queue.SimpleQueue()
         self._workers = WorkerProcesses(command, log_dir, self._report_start, self._report_exit)
         self._relay: Relay | None = None
-        self._num_nodes = 0
+        self._jax: JaxRuntime | None = None
+        # Guards what follows.
+        self._lock = threading.Lock()
+        self._leaving = False
+        self._num_living = 0
         self._closing = threading.Event()
         self._call: _Stream | None = None
         self._end: Future[AgentEnd] = Future()
@@ -124,6 +154,21 @@ class Agent:
         """Sends a signal to one worker. Returns whether it was there."""
         return self._workers.signal(identity, number)
 
+    def leave(self, reason: str) -> None:
+        """Has the workers leave after a commit and then ends, with exit code 130. None is started any more."""
+        with self._lock:
+            if self._leaving:
+                return
+            self._leaving = True
+            leaving = control_pb2.AgentLeaving(reason=reason)
+            self._outgoing.put(control_pb2.FromAgent(leaving=leaving))
+            self._end_if_left()
+        self._workers.forward(SIGTERM)
+        if self._jax is None:  # no coordinator to tell
+            self._closing.set()
+            if self._call is not None:
+                self._call.cancel()
+
     def close(self, timeout_s: float) -> AgentEnd:
         """Ends every worker at once, whatever the coordinator says, then the agent. See `wait`."""
         self._closing.set()
@@ -140,70 +185,116 @@ class Agent:
             self._end.set_result(end)
 
     def _serve(self) -> AgentEnd:
-        with grpc.insecure_channel(self._address, options=self._options) as channel:
-            self._outgoing.put(control_pb2.FromAgent(hello=self._hello))
+        """One connection after the other, until the job is over or the coordinator is given up."""
+        joined_before = False
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            self._jax = None
+            end = self._serve_connection(max(0.0, deadline - time.monotonic()))
+            if isinstance(end, AgentEnd):
+                return end
+            if self._closing.is_set():
+                return AgentEnd(130, "closed")
+            if self._leaving:
+                return AgentEnd(130, "left the job on request")
+            joined = self._jax is not None
+            if joined:
+                deadline = time.monotonic() + self._patience_s
+            may_try = (self._rejoin or not (joined or joined_before)) and end.again and time.monotonic() < deadline
+            lost = f"lost the coordinator at {self._address} ({end.evidence}). The workers of this host were ended."
+            if joined and may_try:
+                self._on_note(f"{lost} Trying to reach it again, for up to {self._patience_s:g} s.")
+            elif joined:
+                return AgentEnd(4, f"{lost} Look for the reason in the coordinator's output.")
+            elif not may_try:
+                return AgentEnd(4, self._cannot_join(end.evidence, joined_before))
+            joined_before = joined_before or joined
+            if self._closing.wait(RETRY_S):
+                return AgentEnd(130, "closed")
+
+    def _serve_connection(self, patience_s: float) -> AgentEnd | _Lost:
+        """Connects and does what the coordinator says. When it returns no worker is left."""
+        with self._lock:
+            self._outgoing = outgoing = queue.SimpleQueue()
+        outgoing.put(control_pb2.FromAgent(hello=self._hello))
+        with self._open_channel() as channel:
             self._call = call = control_pb2_grpc.ControlStub(channel).Agent(
-                iter(self._outgoing.get, None),
+                iter(outgoing.get, None),
                 metadata=self._metadata,
                 wait_for_ready=True,
             )
-            unanswered = threading.Timer(CONNECT_LIMIT_S, call.cancel)
-            unanswered.daemon = True
-            unanswered.start()
+            timers = [
+                threading.Timer(patience_s, call.cancel),
+                threading.Timer(SAY_S, self._say_whom_we_wait_for),
+            ]
+            for timer in timers:
+                timer.daemon = True
+                timer.start()
             try:
                 if self._closing.is_set():
                     return AgentEnd(130, "closed before it began")
                 for message in call:
-                    unanswered.cancel()
+                    for timer in timers:
+                        timer.cancel()
                     if message.WhichOneof("message") == "shutdown":
                         self._workers.kill_all()
                         self._say_farewell(call)
                         return AgentEnd(message.shutdown.exit_code, message.shutdown.reason)
                     self._obey(message)
-                return self._lost("it ended the connection")
+                return _Lost("it ended the connection", again=False)
             except grpc.RpcError:
-                return self._lost(f"{call.code().name}: {call.details()}")
+                if call.code() is grpc.StatusCode.CANCELLED and self._jax is None:
+                    return _Lost(f"no answer within {self._patience_s:g} s", again=False)
+                evidence = f"{call.code().name}: {call.details()}"
+                return _Lost(evidence, again=call.code() is grpc.StatusCode.UNAVAILABLE)
             finally:
-                unanswered.cancel()
+                for timer in timers:
+                    timer.cancel()
                 self._workers.kill_all()
-                self._outgoing.put(None)  # lets the thread end that takes messages from the queue
+                outgoing.put(None)  # lets the thread end that takes messages from the queue
                 call.cancel()
                 if self._relay is not None:
                     self._relay.close()
 
-    def _lost(self, evidence: str) -> AgentEnd:
-        if self._closing.is_set():
-            return AgentEnd(130, "closed")
-        if self._relay is None:
-            return AgentEnd(
-                4,
-                f"cannot join the coordinator at {self._address} ({evidence}). "
-                "Check the address, that the coordinator runs, and that its secret is the one given here.",
-            )
-        return AgentEnd(
-            4,
-            f"lost the coordinator at {self._address} ({evidence}). The workers of this host were ended. "
-            "Look for the reason in the coordinator's output.",
+    def _say_whom_we_wait_for(self) -> None:
+        self._on_note(f"waiting for the coordinator at {self._address}, for up to {self._patience_s:g} s")
+
+    def _cannot_join(self, evidence: str, joined_before: bool) -> str:
+        again = " again" if joined_before else ""
+        return (
+            f"cannot join the coordinator at {self._address}{again} ({evidence}). Check the address, that the "
+            "coordinator runs and its ports are open to this host, and that its secret (and TLS files) fit those here."
         )
 
     def _obey(self, message: control_pb2.ToAgent) -> None:
         match message.WhichOneof("message"):
             case "welcome":
-                self._num_nodes = message.welcome.num_nodes
-                self._relay = Relay(message.welcome.jax_address)
+                welcome = message.welcome
+                # The service is on the coordinator's host, which this host may know by another address than that one.
+                host, port = self._address.rpartition(":")[0], welcome.jax_address.rpartition(":")[2]
+                self._relay = Relay(f"{host}:{port}")
+                self._jax = JaxRuntime(self._relay.address, welcome.num_nodes, welcome.jax_tls)
             case "start":
                 self._start(wire.identity_value(message.start.identity))
             case "kill":
                 self._workers.kill(wire.identity_value(message.kill.identity))
+            case "refused":
+                slots = ", ".join(map(str, message.refused.slots))
+                self._on_note(f"this host does not fill slots {slots}: {message.refused.reason}")
             case other:
                 raise ValueError(f"the coordinator sent {other!r}, which this version of the agent does not know")
 
     def _start(self, identity: Identity) -> None:
-        if self._relay is None:
+        if self._jax is None:
             raise ValueError("the coordinator sent a start before its welcome")
-        environment = self._environment(identity, self._num_nodes, self._relay.address)
+        with self._lock:
+            self._num_living += 1
+            leaving = self._leaving
+        if leaving:  # it did not know that yet
+            self._report_exit(identity, 0, "", time.time())
+            return
         try:
-            self._workers.start(identity, environment)
+            self._workers.start(identity, self._environment(identity, self._jax))
         except OSError:
             # The coordinator's budget of restarts decides what becomes of it, as of any other failed start.
             self._report_exit(identity, CANNOT_START, traceback.format_exc(), time.time())
@@ -230,6 +321,14 @@ class Agent:
         exited = control_pb2.Exited(
             identity=wire.identity_message(identity), exit_code=exit_code, traceback=found, time=ended
         )
-        self._outgoing.put(control_pb2.FromAgent(exited=exited))
+        with self._lock:
+            self._outgoing.put(control_pb2.FromAgent(exited=exited))
+            self._num_living -= 1
+            self._end_if_left()
         if found and self.first_failure is None:
             self.first_failure = Failure(identity, exit_code, found)
+
+    def _end_if_left(self) -> None:
+        """Closes the stream after the last exit, which is what the coordinator waits for. Holds the lock."""
+        if self._leaving and self._num_living == 0:
+            self._outgoing.put(None)

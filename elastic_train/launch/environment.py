@@ -10,8 +10,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from elastic_train.membership.group import Identity
+
+SECRET_VARIABLE = "ELASTIC_TRAIN_SECRET"
+"""Carries a job's secret to hosts without a shared run directory, and to workers, which remove it at once."""
 
 PREFIX = "ELASTIC_TRAIN_"
 
@@ -43,6 +47,7 @@ class JobSettings:
       min_workers: members pause while there are fewer of them.
       deterministic: only kernels that give the same bits every time.
       chaos: where orders to inject faults come from; empty unless the job was started with `--chaos`.
+      tls: this host's files for TLS, as `Tls.dump` gives them.
     """
 
     coordinator: str
@@ -56,7 +61,22 @@ class JobSettings:
     heartbeat_timeout_s: float
     min_workers: int
     deterministic: bool
+    tls: str
     chaos: str = ""
+
+
+class JaxRuntime(NamedTuple):
+    """Where a host's workers find JAX's coordination service, and how.
+
+    Attributes:
+      address: `HOST:PORT` of the agent's relay.
+      num_nodes: size of the service, node 0 included.
+      tls: whether it wants mutual TLS.
+    """
+
+    address: str
+    num_nodes: int
+    tls: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +86,16 @@ class WorkerSettings:
     Attributes:
       job: what it has in common with the agent's other workers.
       identity: its slot, incarnation and node id.
-      num_nodes: size of JAX's coordination service, node 0 included.
-      jax_address: `HOST:PORT` of the agent's relay.
+      jax: JAX's coordination service.
+      host_address: where this host's workers listen for those of others.
       agent_pid: the process that must be its parent.
       leave_requested: set by SIGTERM; the trainer then asks to leave after a commit.
     """
 
     job: JobSettings
     identity: Identity
-    num_nodes: int
-    jax_address: str
+    jax: JaxRuntime
+    host_address: str
     agent_pid: int
     leave_requested: threading.Event = field(default_factory=threading.Event, compare=False)
 
@@ -100,8 +120,8 @@ class WorkerSettings:
                 }
             ),
             identity=Identity(int(get("slot")), int(get("incarnation")), int(get("node"))),
-            num_nodes=int(get("num_nodes")),
-            jax_address=get("jax_address"),
+            jax=JaxRuntime(get("jax_address"), int(get("num_nodes")), get("jax_tls") == "True"),
+            host_address=get("host_address"),
             agent_pid=int(get("agent_pid")),
         )
 
@@ -112,8 +132,8 @@ def worker_environment(
     job: JobSettings,
     *,
     device: str | None,
-    num_nodes: int,
-    jax_address: str,
+    jax: JaxRuntime,
+    host_address: str,
     agent_pid: int,
 ) -> dict[str, str]:
     """The environment of one worker: `environ`, and on top what this start of this slot needs.
@@ -123,12 +143,13 @@ def worker_environment(
       identity: slot, incarnation and node id of the worker.
       job: what all workers of the agent share.
       device: what `CUDA_VISIBLE_DEVICES` is set to; None on CPU.
-      num_nodes: size of JAX's coordination service, node 0 included.
-      jax_address: where the worker finds JAX's coordination service: the agent's relay.
+      jax: where the worker finds JAX's coordination service.
+      host_address: where it shall listen for the other members.
       agent_pid: process id of the agent.
     """
     told: dict[str, object] = {f.name: getattr(job, f.name) for f in fields(job)}
-    told |= {**identity._asdict(), "num_nodes": num_nodes, "jax_address": jax_address, "agent_pid": agent_pid}
+    told |= {**identity._asdict(), "host_address": host_address, "agent_pid": agent_pid}
+    told |= {"jax_address": jax.address, "num_nodes": jax.num_nodes, "jax_tls": jax.tls}
     environment = {
         **environ,
         **{PREFIX + name.upper(): str(value) for name, value in told.items()},

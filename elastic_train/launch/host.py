@@ -7,16 +7,18 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from elastic_train.coordinator.security import Tls, check_client
 from elastic_train.errors import InterruptedByUser, UsageError
-from elastic_train.launch.agent import Agent
+from elastic_train.launch.agent import Agent, AgentEnd
 from elastic_train.launch.check import Checked, check
 from elastic_train.launch.devices import assign_devices, pick_platform
-from elastic_train.launch.environment import JobSettings, worker_environment
-from elastic_train.launch.options import JobOptions
+from elastic_train.launch.environment import SECRET_VARIABLE, JaxRuntime, JobSettings, worker_environment
+from elastic_train.launch.options import JobOptions, address_towards
 from elastic_train.launch.processes import KILL_LIMIT_S
 from elastic_train.launch.signals import POLL_S, Signals
 from elastic_train.membership.group import Identity
@@ -24,8 +26,8 @@ from elastic_train.membership.group import Identity
 END_LIMIT_S = KILL_LIMIT_S + 10.0
 """How long an agent may take to end all its workers."""
 
-SECRET_VARIABLE = "ELASTIC_TRAIN_SECRET"
-"""The environment variable that carries a job's secret to hosts without a shared run directory."""
+LEAVE_LIMIT_S = 120.0
+"""How long the workers of a host that was asked to end may take to leave after a commit; then they are killed."""
 
 
 def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str]) -> int:
@@ -34,18 +36,20 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
     A run directory that the hosts share gives secret and config; otherwise the secret comes from the
     environment variable `ELASTIC_TRAIN_SECRET`, and the config from the same options as on the other hosts.
     """
+    check_client(options.tls)
     if options.workers is None:
         raise UsageError("--coordinator needs --workers, the number of workers on all hosts together")
     platform = pick_platform(environ)
     slots = options.slots or tuple(range(options.workers))
     devices = assign_devices(platform, slots, environ)
     run_dir = options.run_dir.resolve()
+    secret = _find_secret(run_dir, environ)
+    environ = without_secret(environ)
     request = options.check_request(options.workers)
     config_file = run_dir / "config.toml"
     if request.config is None and config_file.exists():
         request = dataclasses.replace(request, config=str(config_file))
     checked = check(request, environ)
-    secret = _find_secret(run_dir, environ)
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         if not config_file.exists():
@@ -56,19 +60,46 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
     with ExitStack() as stack:
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
         settings = job_settings(coordinator, secret, run_dir, options, platform, checked)
-        agent = start_agent(stack, settings, slots, devices, environ)
-        while not agent.ended:
-            for number in signals.wait(POLL_S):
-                if number == signal.SIGUSR1:
-                    agent.forward(signal.SIGUSR1)  # each worker writes its stacks to its log
-                elif signals.num_stops == 1:
-                    agent.forward(signal.SIGTERM)  # each worker leaves after a commit
-                else:
-                    raise InterruptedByUser("interrupted a second time; the workers of this host were ended")
-        end = agent.wait(0)
+        agent = start_agent(
+            stack,
+            settings,
+            slots,
+            devices,
+            environ,
+            address=options.address,
+            patience_s=checked.faults.coordinator_timeout_s,
+            rejoin=True,
+            on_note=_say,
+        )
+        end = _watch(agent, signals)
     if end.exit_code != 0:
-        print(f"elastic-train: {end.reason}", file=sys.stderr, flush=True)
+        _say(end.reason)
     return end.exit_code
+
+
+def _watch(agent: Agent, signals: Signals) -> AgentEnd:
+    """Waits for the agent's end; hands on signals in the meantime."""
+    deadline: float | None = None
+    while not agent.ended:
+        for number in signals.wait(POLL_S):
+            if number == signal.SIGUSR1:
+                agent.forward(signal.SIGUSR1)  # each worker writes its stacks to its log
+            elif signals.num_stops == 1:
+                _say(f"{number.name}: the workers of this host leave after a commit; once more ends them at once")
+                deadline = time.monotonic() + LEAVE_LIMIT_S
+                agent.leave(f"{number.name} at its process")
+            else:
+                raise InterruptedByUser("interrupted a second time; the workers of this host were ended")
+        if deadline is not None and time.monotonic() > deadline:
+            raise InterruptedByUser(
+                f"the workers of this host did not leave within {LEAVE_LIMIT_S:g} s, and were ended. "
+                "`elastic-train status` on the coordinator's host shows what the job does."
+            )
+    return agent.wait(0)
+
+
+def _say(text: str) -> None:
+    print(f"elastic-train: {text}", file=sys.stderr, flush=True)
 
 
 def job_settings(
@@ -88,6 +119,7 @@ def job_settings(
         heartbeat_timeout_s=checked.faults.jax_heartbeat_timeout_s,
         min_workers=options.min_workers,
         deterministic=checked.deterministic,
+        tls=options.tls.dump(),
     )
 
 
@@ -97,17 +129,32 @@ def start_agent(
     slots: Sequence[int],
     devices: Mapping[int, str | None],
     environ: Mapping[str, str],
+    *,
+    address: str,
+    patience_s: float,
+    rejoin: bool,
+    on_note: Callable[[str], None],
 ) -> Agent:
-    """Starts this host's agent; leaving `stack` ends it, and its workers."""
+    """Starts this host's agent; leaving `stack` ends it, and its workers.
 
-    def environment(identity: Identity, num_nodes: int, jax_address: str) -> dict[str, str]:
+    Args:
+      stack: see above.
+      settings: what its workers have in common.
+      slots: those it fills.
+      devices: what each slot's `CUDA_VISIBLE_DEVICES` is.
+      environ: what workers inherit.
+      address: where workers listen for other hosts; "" takes the address that this host has towards the coordinator.
+      patience_s, rejoin, on_note: see `Agent`.
+    """
+
+    def environment(identity: Identity, jax: JaxRuntime) -> dict[str, str]:
         return worker_environment(
             environ,
             identity,
             settings,
             device=devices[identity.slot],
-            num_nodes=num_nodes,
-            jax_address=jax_address,
+            jax=jax,
+            host_address=address or address_towards(settings.coordinator),
             agent_pid=os.getpid(),
         )
 
@@ -120,10 +167,19 @@ def start_agent(
         settings.run_dir / "logs",
         socket.gethostname(),
         settings.keepalive_s,
+        patience_s,
+        rejoin=rejoin,
+        tls=Tls.load(settings.tls),
+        on_note=on_note,
     )
     agent.start()
     stack.callback(agent.close, END_LIMIT_S)
     return agent
+
+
+def without_secret(environ: Mapping[str, str]) -> dict[str, str]:
+    """What may be handed to the user's code."""
+    return {name: value for name, value in environ.items() if name != SECRET_VARIABLE}
 
 
 def _find_secret(run_dir: Path, environ: Mapping[str, str]) -> str:

@@ -14,16 +14,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from elastic_train import jax_private
 from elastic_train.chaos.conductor import Conductor
 from elastic_train.chaos.schedule import Planned, Schedule, read_schedule, resolve
 from elastic_train.config import FaultConfig, shards_note
 from elastic_train.coordinator import control_pb2
+from elastic_train.coordinator.security import check_coordinator, why_jax_cannot
 from elastic_train.coordinator.service import Coordinator
 from elastic_train.errors import GaveUpError, InterruptedByUser
 from elastic_train.launch.agent import Agent
 from elastic_train.launch.check import Checked, CheckRequest, check
 from elastic_train.launch.devices import assign_devices, pick_platform, visible_gpus
-from elastic_train.launch.host import END_LIMIT_S, SECRET_VARIABLE, job_settings, start_agent
+from elastic_train.launch.environment import SECRET_VARIABLE
+from elastic_train.launch.host import END_LIMIT_S, job_settings, start_agent, without_secret
 from elastic_train.launch.options import JobOptions, check_free
 from elastic_train.launch.signals import POLL_S, Signals
 from elastic_train.launch.versions import versions
@@ -34,6 +37,12 @@ from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
 from elastic_train.telemetry.trackers import open_trackers
+
+OWN_AGENT_LIMIT_S = 30.0
+"""How long this host's agent may take to reach the coordinator in the same process."""
+
+OTHER_HOSTS_LIMIT_S = 30.0
+"""How long the agents of other hosts may take to end their workers after the end of the job."""
 
 NODES_PER_SLOT = 32
 """JAX's service is sized for this many starts of each slot, and for at least 256 in all."""
@@ -51,6 +60,10 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
       ElasticTrainError: the job cannot be started, or cannot go on.
     """
     check_free(options.bind)
+    host = options.coordinator_host
+    check_coordinator(options.tls, host)
+    secret = environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
+    environ = without_secret(environ)
     platform = pick_platform(environ)
     workers = options.workers or (max(1, len(visible_gpus(environ))) if platform == "cuda" else 1)
     options = dataclasses.replace(options, workers=workers)
@@ -59,7 +72,6 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     run_dir = options.run_dir.resolve()
     schedule = read_schedule(options.chaos) if options.chaos is not None else None
     checked, planned = _check_before(run_dir, options.check_request(workers), environ, schedule)
-    secret = environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
@@ -72,6 +84,10 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         stack.callback(display.stop)
         if platform == "cuda" and (note := shards_note(checked.shards, workers)):
             display.note(note)
+        known = versions()
+        no_jax_tls = why_jax_cannot(options.tls, jax_private.knows_mtls(), known["jaxlib"])
+        if no_jax_tls is not None:
+            display.note(f"JAX's coordination service is NOT encrypted, the control plane is: {no_jax_tls}.")
         job = _JobRecords(records, display)
         records.write_config(checked.config_toml)
         records.write_secret(secret)
@@ -82,7 +98,10 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             apply=apply,
             faults=checked.faults,
             bind=options.bind,
+            host=host,
             secret=secret,
+            tls=options.tls,
+            jax_tls=options.tls.given and no_jax_tls is None,
             on_note=display.note,
             on_end=job.end,
         )
@@ -90,7 +109,8 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         records.write_job(
             {
                 "address": coordinator.address,
-                "versions": versions(),
+                "versions": known,
+                "tls": dataclasses.asdict(options.tls),
                 "start_time": time.time(),
                 "recipe": options.recipe,
                 "workers": workers,
@@ -98,15 +118,25 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
                 "pid": os.getpid(),
             }
         )
-        agent, conductor = None, None
+        agent, chaos, conductor = None, None, None
         if with_agent:
             settings = job_settings(coordinator.address, secret, run_dir, options, platform, checked)
             if schedule is not None:  # before a worker looks for its orders
                 chaos = _UnderChaos(coordinator, records)
                 conductor = Conductor(planned, workers, schedule.max_down, run_dir / "chaos", chaos)
-                agent = chaos.agent = start_agent(stack, settings, slots, devices, environ)
-            else:
-                agent = start_agent(stack, settings, slots, devices, environ)
+            agent = start_agent(
+                stack,
+                settings,
+                slots,
+                devices,
+                environ,
+                address=options.address,
+                patience_s=OWN_AGENT_LIMIT_S,
+                rejoin=False,
+                on_note=display.note,
+            )
+            if chaos is not None:
+                chaos.agent = agent
         else:
             display.note(_how_to_join(coordinator.address, options, run_dir))
         end = _watch(coordinator, agent, display, signals, conductor)
@@ -114,6 +144,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             conductor.finish()
         if agent is not None:
             agent.wait(END_LIMIT_S)
+        coordinator.wait_left(OTHER_HOSTS_LIMIT_S)
     print(format_summary(job.summary, run_dir) if job.summary else f"{end.message}\n{end.traceback}", flush=True)
     return end.exit_code
 

@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_train.coordinator.security import PLAIN, Tls
 from elastic_train.errors import UsageError
 from elastic_train.launch.check import CheckRequest
 
@@ -21,6 +22,8 @@ class JobOptions:
       steps, seed: settings with an option of their own; None leaves them as they are.
       bind: where the coordinator listens.
       chaos: a file that says which faults are injected; None for none.
+      address: where this host's workers listen for those of other hosts; "" finds it out.
+      tls: this host's files.
     """
 
     recipe: str
@@ -34,6 +37,8 @@ class JobOptions:
     run_dir: Path
     bind: str
     chaos: Path | None = None
+    address: str = ""
+    tls: Tls = PLAIN
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -49,6 +54,21 @@ class JobOptions:
                 f"--slots names slot {max(self.slots)}, but a job of {self.workers} workers has slots 0 to "
                 f"{self.workers - 1}. --workers is the number of workers on all hosts together."
             )
+
+    @property
+    def coordinator_host(self) -> str:
+        """What workers and other hosts know the coordinator's host by.
+
+        Raises UsageError if it listens on all addresses and none is named.
+        """
+        host = self.bind.rpartition(":")[0]
+        if host not in ("0.0.0.0", "[::]", "::", ""):
+            return host
+        if not self.address:
+            raise UsageError(
+                f"--bind {self.bind} is every address of this host: give --address, the one that other hosts reach, too"
+            )
+        return self.address
 
     def check_request(self, workers: int) -> CheckRequest:
         flags = {"steps": self.steps, "seed": self.seed}
@@ -73,3 +93,15 @@ def check_free(bind: str) -> None:
         raise UsageError(
             f"--bind {bind}: cannot listen there ({error.strerror}). Choose another port, or port 0 for a free one."
         ) from error
+
+
+def address_towards(coordinator: str) -> str:
+    """The address that this host has on its way to `coordinator`, HOST:PORT. Nothing is sent.
+
+    Raises OSError: the name is unknown, or there is no way there.
+    """
+    host, _, port = coordinator.rpartition(":")
+    family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NoReturn
 from elastic_train import jax_private
 from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
+from elastic_train.coordinator.security import Tls
 from elastic_train.errors import EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
-from elastic_train.launch.environment import WorkerSettings
+from elastic_train.launch.environment import SECRET_VARIABLE, WorkerSettings
 from elastic_train.launch.versions import versions
 
 if TYPE_CHECKING:
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 def main() -> NoReturn:
     """Runs this process's worker to its end."""
     settings = WorkerSettings.read(os.environ)
+    del os.environ[SECRET_VARIABLE]  # what the recipe starts has no need of it
     _install_signal_handlers(settings.leave_requested)
     job = settings.job
-    link = Link(job.coordinator, job.secret, settings.identity, job.keepalive_s)
+    link = Link(job.coordinator, job.secret, settings.identity, job.keepalive_s, Tls.load(job.tls))
     link.on_evict = lambda reason: _leave(EXIT_REJOIN, f"evicted: {reason}")
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
     link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
@@ -76,10 +78,12 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
         hello.result()
     imported = time.monotonic()
     jax_private.connect_worker(
-        address=settings.jax_address,
+        address=settings.jax.address,
         node=settings.identity.node,
-        num_nodes=settings.num_nodes,
+        num_nodes=settings.jax.num_nodes,
         heartbeat_timeout_s=job.heartbeat_timeout_s,
+        tls=Tls.load(job.tls).jax_arguments() if settings.jax.tls else {},
+        own_address=settings.host_address,
     )
     connected = time.monotonic()
     if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
@@ -89,7 +93,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
         from elastic_train.chaos.inject import install
 
         install(made, settings.identity, Path(job.chaos))
-    ports = frozenset(int(address.rpartition(":")[2]) for address in (job.coordinator, settings.jax_address))
+    ports = frozenset(int(address.rpartition(":")[2]) for address in (job.coordinator, settings.jax.address))
     training = member.prepare_member(
         made,
         link,

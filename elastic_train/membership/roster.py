@@ -2,18 +2,20 @@
 
 `apply(roster, event)` returns the next roster and the actions to carry out, in order. It knows no clock:
 what happens later (a back-off running out) is a `SetTimer` action that comes back as a `TimerOver` event.
-Events and actions are in `roster_events`, the state is in `roster_state`; `roster_deaths` says what follows a
-death.
+Events and actions are in `roster_events`, the state is in `roster_state`; `roster_agents` has the
+hosts, `roster_deaths` what follows a death.
 """
 
 from __future__ import annotations
 
-from elastic_train.membership.group import Identity, View
-from elastic_train.membership.roster_deaths import bury, exited, failed, with_first_traceback
+from elastic_train.membership import roster_agents as agents
+from elastic_train.membership.group import View
+from elastic_train.membership.roster_deaths import exited, failed, with_first_traceback
 from elastic_train.membership.roster_events import (
     Abort,
     Action,
     AgentJoined,
+    AgentLeaving,
     AgentLost,
     AskStop,
     Event,
@@ -28,7 +30,6 @@ from elastic_train.membership.roster_events import (
     Ready,
     SetTimer,
     Silent,
-    Start,
     Started,
     Stepped,
     StopAsked,
@@ -60,9 +61,11 @@ def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
     turn = Turn(roster)
     match event:
         case AgentJoined():
-            _agent_joined(turn, event)
+            agents.joined(turn, event)
         case AgentLost():
-            _agent_lost(turn, event)
+            agents.lost(turn, event)
+        case AgentLeaving():
+            agents.leaving(turn, event)
         case TimerOver():
             _timer_over(turn, event)
         case StopAsked():
@@ -75,59 +78,6 @@ def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
     _form_if_due(turn)
     _watch_floor(turn)
     return turn.roster, tuple(turn.actions)
-
-
-# Agents, and starting workers -----------------------------------------------------------------------------
-
-
-def _agent_joined(turn: Turn, event: AgentJoined) -> None:
-    limits = turn.roster.limits
-    taken = {slot for agent, slots in turn.roster.agents.items() if agent != event.agent for slot in slots}
-    slots = tuple(slot for slot in event.slots if 0 <= slot < limits.num_slots and slot not in taken)
-    refused = sorted(set(event.slots) - set(slots))
-    turn.set(agents={**turn.roster.agents, event.agent: slots})
-    turn.note("agent_joined", agent=event.agent, slots=slots)
-    if refused:
-        show = (
-            f"agent {event.agent} offers {name_slots(refused)}: not used, since the job has "
-            f"{limits.num_slots} slots, or another agent fills them already"
-        )
-        turn.note("slots_refused", show, agent=event.agent, slots=refused)
-    for slot in slots:
-        _start(turn, slot)
-
-
-def _agent_lost(turn: Turn, event: AgentLost) -> None:
-    """Nobody can tell any more whether its workers live: they count as dead, fenced by their node ids."""
-    agents = dict(turn.roster.agents)
-    slots = agents.pop(event.agent, ())
-    turn.set(agents=agents)
-    dead = tuple(worker for worker in turn.roster.living if worker.agent == event.agent)
-    turn.note("agent_lost", f"lost agent {event.agent}; {name_slots(slots)} wait for an agent", agent=event.agent)
-    bury(turn, dead, exit_code=None, reason=f"agent {event.agent} was lost")
-
-
-def _start(turn: Turn, slot: int) -> None:
-    """Starts the slot's worker, if that is wanted and possible now."""
-    roster = turn.roster
-    agent = next((name for name, slots in roster.agents.items() if slot in slots), None)
-    worker = roster.workers.get(slot)
-    if agent is None or roster.closing or slot not in roster.coming or (worker and worker.living):
-        return
-    if roster.next_node >= roster.limits.num_nodes:
-        message = (
-            f"gave up: all {roster.limits.num_nodes - 1} node ids are used, so slot {slot} cannot be "
-            "started; look for what kills its workers, then start the job again"
-        )
-        turn.end(4, "gave_up", message)
-        return
-    incarnation = roster.slots.get(slot, Slot()).starts
-    identity = Identity(slot, incarnation, roster.next_node)
-    turn.set(next_node=roster.next_node + 1)
-    turn.set_slot(slot, starts=incarnation + 1)
-    turn.set_worker(Worker(identity, agent, WorkerState.STARTING))
-    turn.emit(Start(agent, identity))
-    turn.note("worker_starting", agent=agent, **identity._asdict())
 
 
 # A worker's way -------------------------------------------------------------------------------------------
@@ -333,7 +283,7 @@ def _timer_over(turn: Turn, event: TimerOver) -> None:
         case ["floor"]:
             _floor_over(turn)
         case ["restart", slot]:
-            _start(turn, int(slot))
+            agents.start(turn, int(slot))
         case ["start" | "leave" as kind, slot, incarnation]:
             _too_long(turn, kind, int(slot), int(incarnation))
         case _:

@@ -18,7 +18,10 @@ def exited(turn: Turn, worker: Worker, event: Exited) -> None:
         reason += ", because its code raised"
     turn.set_slot(slot, exit_code=event.exit_code)
     bury(turn, (worker,), event.exit_code, reason, _news_of(turn, slot, event.traceback))
-    _restart_later(turn, slot)
+    if worker.agent in turn.roster.leaving:
+        turn.emit(SetTimer(f"restart/{slot}", 0.0))  # as asked: no failure, and another agent may fill the slot
+    else:
+        _restart_later(turn, slot)
 
 
 def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: str, traceback: str = "") -> None:

@@ -23,6 +23,14 @@ class AgentLost:
 
 
 @dataclass(frozen=True)
+class AgentLeaving:
+    """The agent was asked to end; it has asked its members to leave after a commit."""
+
+    agent: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Started:
     identity: Identity
     pid: int
@@ -109,7 +117,7 @@ class StopAsked:
 
 WorkerEvent = Started | Hello | Ready | Viewed | Stepped | Failed | Finished | Silent | Exited
 
-Event = AgentJoined | AgentLost | TimerOver | StopAsked | WorkerEvent
+Event = AgentJoined | AgentLost | AgentLeaving | TimerOver | StopAsked | WorkerEvent
 
 # Actions --------------------------------------------------------------------------------------------------
 
@@ -128,6 +136,15 @@ class Kill:
 
     agent: str
     identity: Identity
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Tell `agent` why it does not fill these slots."""
+
+    agent: str
+    slots: tuple[int, ...]
     reason: str
 
 
@@ -206,4 +223,4 @@ class Note:
     show: str = ""
 
 
-Action = Start | Kill | Tombstone | Abort | Announce | Form | Evict | AskStop | SetTimer | End | Note
+Action = Start | Kill | Refuse | Tombstone | Abort | Announce | Form | Evict | AskStop | SetTimer | End | Note

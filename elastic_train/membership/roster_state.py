@@ -86,7 +86,9 @@ class Roster:
     """The state. `workers` holds the newest start of each slot that was ever started."""
 
     limits: Limits
-    agents: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    agents: dict[str, tuple[int, ...]] = field(default_factory=dict)  # whose slots these are
+    standby: dict[str, tuple[int, ...]] = field(default_factory=dict)  # offered too, and filled by other agents
+    leaving: frozenset[str] = frozenset()  # agents that were asked to end; their workers are on their way out
     workers: dict[int, Worker] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
     view: View = field(default_factory=lambda: View(0, ()))

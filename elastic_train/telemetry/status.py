@@ -42,9 +42,9 @@ def live_status(run_dir: Path) -> dict[str, Any]:
         ) from error
     import grpc  # takes a fifth of a second; a job that has ended does not need it
 
-    from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+    from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 
-    with grpc.insecure_channel(job["address"], options=wire.channel_options(DEADLINE_S)) as channel:
+    with security.open_channel(job["address"], DEADLINE_S, security.Tls(**job.get("tls", {}))) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         metadata = wire.secret_metadata(secret)
         try:

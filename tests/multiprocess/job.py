@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class Job:
       recipe, options: the command line.
       faults: what workers of `recipes/faulty.py` do to themselves.
       pace_s: how long its steps take at least.
+      command: "run" or "coordinator".
+      prefix: what the command is run by, as on a host of `network`.
+      environ: variables besides.
     """
 
     def __init__(
@@ -51,15 +54,18 @@ class Job:
         workers: int = 3,
         faults: Sequence[dict[str, Any]] = (),
         pace_s: float = 0.0,
+        command: str = "run",
+        prefix: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._seen: dict[int, psutil.Process] = {}
-        command = [sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
+        line = [*prefix, sys.executable, "-m", "elastic_train.cli", command, str(recipe), "--workers", str(workers)]
         environment = {**os.environ, "FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT)}
-        environment["PACE_S"] = str(pace_s)
+        environment |= {"PACE_S": str(pace_s), **(environ or {})}
         self._output = open(run_dir.with_suffix(".out"), "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, "--run-dir", str(run_dir), *options],
+            [*line, "--run-dir", str(run_dir), *options],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -95,6 +101,13 @@ class Job:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.lines("events.jsonl") if event["event"] == name]
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON file in the run directory; empty if it is not there yet."""
+        try:
+            return json.loads((self.run_dir / name).read_text())
+        except FileNotFoundError:
+            return {}
 
     @property
     def summary(self) -> dict[str, Any]:

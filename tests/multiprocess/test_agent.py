@@ -6,6 +6,7 @@ import os
 import queue
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,7 +21,9 @@ import psutil
 import pytest
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
+from elastic_train.launch import agent as agent_module
 from elastic_train.launch.agent import Agent
+from elastic_train.launch.environment import JaxRuntime
 from elastic_train.membership.group import Identity
 
 LIMIT_S = 20.0
@@ -30,14 +33,14 @@ SLEEPER = "import time; time.sleep(600)"
 class FakeCoordinator(control_pb2_grpc.ControlServicer):
     """Sends what a test puts into `orders`, keeps what the agent says in `reports`."""
 
-    def __init__(self) -> None:
+    def __init__(self, bind: str = "127.0.0.1:0") -> None:
         self.orders: queue.SimpleQueue[control_pb2.ToAgent | None] = queue.SimpleQueue()
         self.reports: queue.SimpleQueue[control_pb2.FromAgent | None] = queue.SimpleQueue()
         self.metadata: dict[str, str] = {}
         self.pool = ThreadPoolExecutor(8)
         self.server = grpc.server(self.pool)
         control_pb2_grpc.add_ControlServicer_to_server(self, self.server)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self.server.add_insecure_port(bind)}"
         self.server.start()
         welcome = control_pb2.AgentWelcome(jax_address=self.address, num_nodes=64)
         self.orders.put(control_pb2.ToAgent(welcome=welcome))
@@ -95,8 +98,8 @@ class Agents:
         self.made: list[Agent] = []
 
     def __call__(self, code: str, command: list[str] | None = None) -> Agent:
-        def environment(identity: Identity, num_nodes: int, jax_address: str) -> dict[str, str]:
-            return {**os.environ, "SLOT": str(identity.slot), "NODES": str(num_nodes), "RELAY": jax_address}
+        def environment(identity: Identity, jax: JaxRuntime) -> dict[str, str]:
+            return {**os.environ, "SLOT": str(identity.slot), "NODES": str(jax.num_nodes), "RELAY": jax.address}
 
         agent = Agent(
             self.coordinator.address,
@@ -335,3 +338,97 @@ def test_a_worker_whose_agent_is_already_gone_ends_at_once() -> None:
     ended = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, capture_output=True, text=True)
     assert ended.returncode == 77
     assert "is gone" in ended.stderr
+
+
+def test_an_agent_that_leaves_waits_for_its_workers_and_starts_none(
+    coordinator: FakeCoordinator, agents: Agents, tmp_path: Path
+) -> None:
+    agent = agents(
+        """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        print("ready", flush=True)
+        time.sleep(600)
+        """
+    )
+    coordinator.start(0)
+    coordinator.report("started")
+    wait_for_text(tmp_path / "0-0.log")
+    agent.leave("a test")
+    assert coordinator.report("leaving").reason == "a test"
+    assert coordinator.report("exited").exit_code == 0
+    assert coordinator.reports.get(timeout=LIMIT_S) is None  # it has closed its side
+    coordinator.start(1, node=2)  # sent before it was known here
+    coordinator.orders.put(None)
+    assert agent.wait(LIMIT_S) == (130, "left the job on request")
+    assert not (tmp_path / "1-0.log").exists()
+
+
+def test_an_agent_without_workers_leaves_at_once(coordinator: FakeCoordinator, agents: Agents) -> None:
+    agent = agents("")
+    coordinator.start(0)
+    coordinator.report("started")
+    coordinator.report("exited")
+    agent.leave("a test")
+    coordinator.report("leaving")
+    assert coordinator.reports.get(timeout=LIMIT_S) is None
+    coordinator.orders.put(None)
+    assert agent.wait(LIMIT_S).exit_code == 130
+
+
+def lone_agent(address: str, tmp_path: Path, said: list[str], **more) -> Agent:
+    return Agent(
+        address,
+        "s3cret",
+        [0],
+        [sys.executable, "-c", SLEEPER],
+        lambda *_: os.environ,
+        tmp_path,
+        "here",
+        5.0,
+        on_note=said.append,
+        **more,
+    )
+
+
+def test_says_whom_it_waits_for_and_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "SAY_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and never answers
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        said: list[str] = []
+        agent = lone_agent(address, tmp_path, said, patience_s=1.0)
+        agent.start()
+        end = agent.wait(LIMIT_S)
+    assert said == [f"waiting for the coordinator at {address}, for up to 1 s"]
+    assert end.exit_code == 4
+    assert end.reason.startswith(f"cannot join the coordinator at {address} (no answer within 1 s)")
+
+
+def test_a_lost_coordinator_is_sought_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a cut of the network: its workers are gone before it is back, and it is known by its id."""
+    monkeypatch.setattr(agent_module, "RETRY_S", 0.01)
+    said: list[str] = []
+    first = FakeCoordinator()
+    agent = lone_agent(first.address, tmp_path, said, patience_s=LIMIT_S, rejoin=True)
+    agent.start()
+    try:
+        hello = first.report("hello")
+        first.start(0)
+        pid = first.report("started").pid
+        first.server.stop(0).wait(LIMIT_S)
+        wait_gone(pid)
+        second = FakeCoordinator(first.address)
+        try:
+            again = second.report("hello")
+            assert (again.id, list(again.slots)) == (hello.id, [0]) and again.id
+            assert len(said) == 1 and "Trying to reach it again, for up to 20 s" in said[0]
+            second.start(0, incarnation=1, node=2)
+            second.report("started")
+            second.shutdown()
+            assert second.report("exited").exit_code == -signal.SIGKILL
+            assert agent.wait(LIMIT_S) == (0, "done")
+        finally:
+            second.close()
+    finally:
+        agent.close(LIMIT_S)
+        first.close()

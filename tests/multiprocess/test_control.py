@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import queue
 import signal
 import socket
@@ -27,7 +26,6 @@ from elastic_train.config import FaultConfig
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.service import Coordinator
-from elastic_train.coordinator.standalone import run_coordinator
 from elastic_train.coordinator.streams import SERVICE_NAME
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.membership import roster_events as r
@@ -56,6 +54,10 @@ class Recorder:
     def expect(self, item: object, timeout: float = PATIENCE_S) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: item in self._items, timeout), (item, self._items)
+
+    def expect_count(self, item: object, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._items.count(item) >= count, PATIENCE_S), (item, self._items)
 
     def expect_kind(self, kind: type, timeout: float = PATIENCE_S):
         def find():
@@ -136,8 +138,8 @@ class Job:
         self.events.expect(r.Hello(link.identity, 1000 + node, "here", "digest"))
         return link
 
-    def agent(self, *slots: int) -> Agent:
-        agent = Agent(self.coordinator.address, slots)
+    def agent(self, *slots: int, id: str = "") -> Agent:
+        agent = Agent(self.coordinator.address, slots, id)
         self._agents.append(agent)
         return agent
 
@@ -152,16 +154,19 @@ class Job:
 class Agent:
     """The agent's end of the control plane, without any worker."""
 
-    def __init__(self, address: str, slots: tuple[int, ...]) -> None:
+    def __init__(self, address: str, slots: tuple[int, ...], id: str) -> None:
         self.channel = grpc.insecure_channel(address, options=wire.channel_options(5.0))
         self._outbox: queue.SimpleQueue[control_pb2.FromAgent | None] = queue.SimpleQueue()
-        self._outbox.put(control_pb2.FromAgent(hello=control_pb2.AgentHello(host="here", slots=slots)))
+        self._outbox.put(control_pb2.FromAgent(hello=control_pb2.AgentHello(host="here", slots=slots, id=id)))
         stub = control_pb2_grpc.ControlStub(self.channel)
         self.call = stub.Agent(iter(self._outbox.get, None), metadata=wire.secret_metadata(SECRET))
 
     def exited(self, identity: Identity) -> None:
         exited = control_pb2.Exited(identity=wire.identity_message(identity), exit_code=-9, time=123.0)
-        self._outbox.put(control_pb2.FromAgent(exited=exited))
+        self.send(control_pb2.FromAgent(exited=exited))
+
+    def send(self, message: control_pb2.FromAgent) -> None:
+        self._outbox.put(message)
 
     def close(self) -> None:
         self._outbox.put(None)
@@ -426,6 +431,31 @@ def test_a_lost_agent(job: Job) -> None:
     assert job.coordinator.wait_left(PATIENCE_S)
 
 
+def test_an_agent_that_connects_again_replaces_its_old_connection(job: Job) -> None:
+    """As after a cut of the network of which only the agent has learned yet."""
+    job.agent(0, 1, id="one")
+    job.events.expect(r.AgentJoined("here", (0, 1)))
+    job.agent(0, 1, id="another")
+    job.events.expect(r.AgentJoined("here#2", (0, 1)))
+    job.agent(0, 1, id="one")
+    lost, joined = r.AgentLost("here"), r.AgentJoined("here", (0, 1))
+    job.events.expect(lost)
+    job.events.expect_count(joined, 2)
+    newest = [event for event in job.events if isinstance(event, r.AgentJoined | r.AgentLost)][2:]
+    assert newest == [lost, joined]
+
+
+def test_an_agent_says_that_it_leaves(job: Job) -> None:
+    agent = job.agent(0)
+    job.events.expect(r.AgentJoined("here", (0,)))
+    agent.send(control_pb2.FromAgent(leaving=control_pb2.AgentLeaving(reason="SIGTERM")))
+    job.events.expect(r.AgentLeaving("here", "SIGTERM"))
+    job.answers[r.StopAsked] = lambda _: [r.Refuse("here", (0, 2), "why")]
+    job.coordinator.ask_stop(False, "to have something to answer")
+    refused = next(message.refused for message in agent.call if message.WhichOneof("message") == "refused")
+    assert (list(refused.slots), refused.reason) == ([0, 2], "why")
+
+
 def test_nobody_can_pass_for_a_connected_worker(job: Job) -> None:
     job.link(1)
     with pytest.raises(ElasticTrainError, match="ALREADY_EXISTS"):
@@ -507,29 +537,6 @@ def test_a_quiet_job_says_where_everybody_is() -> None:
         assert "the last is 12. Now: slot 0 in exchange, slot 1 in no phase yet." in shown
     finally:
         job.close()
-
-
-def test_a_coordinator_alone_ends_with_its_job(job: Job) -> None:
-    end = r.End(130, "stopped", "stopped by a signal")
-    job.answers[r.StopAsked] = lambda event: [end] if event.now else []
-    before = signal.getsignal(signal.SIGTERM)
-
-    def stop_twice() -> None:
-        # Only when the first one has been heard: equal signals that wait become one.
-        os.kill(os.getpid(), signal.SIGTERM)
-        job.events.expect(r.StopAsked(False, "the coordinator got SIGTERM"))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    link = job.link(1)
-    stopper = threading.Thread(target=lambda: (armed.wait(PATIENCE_S), stop_twice(), link.close()))
-    armed = threading.Event()
-    wait = job.coordinator.wait
-    job.coordinator.wait = lambda timeout: (armed.set(), wait(timeout))[1]  # the handlers are installed
-    stopper.start()
-    assert run_coordinator(job.coordinator) == end
-    stopper.join()
-    assert signal.getsignal(signal.SIGTERM) is before
-    job.events.expect(r.StopAsked(True, "the coordinator got SIGTERM"))
 
 
 def test_a_failing_roster_ends_the_job(job: Job) -> None:

@@ -18,6 +18,8 @@ from elastic_train import cli
 from elastic_train.errors import UsageError
 from elastic_train.launch import host, job
 from elastic_train.launch.check import CheckFailed
+from elastic_train.launch.host import without_secret
+from elastic_train.launch.options import JobOptions, address_towards
 
 RECIPE = "recipes/linear.py"
 
@@ -203,3 +205,28 @@ def test_a_wrong_chaos_file_is_refused_before_anything_starts(
 def test_faults_cannot_be_verified_with_one_worker(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     verify = ("verify-faults", "recipes.linear", "--workers", "1", "--run-dir", str(tmp_path / "run"))
     assert "nobody would be left" in refused(capsys, *verify)
+
+
+def options(bind: str, address: str = "") -> JobOptions:
+    """The options of a job with nothing special but these."""
+    nothing = {"config": None, "overrides": (), "workers": 2, "slots": None, "steps": None, "seed": None}
+    return JobOptions(recipe="linear", min_workers=1, run_dir=Path("x"), bind=bind, address=address, **nothing)
+
+
+def test_what_other_hosts_know_the_coordinator_by() -> None:
+    assert options("10.0.0.1:9000").coordinator_host == "10.0.0.1"
+    assert options("10.0.0.1:9000", "10.0.1.1").coordinator_host == "10.0.0.1"  # workers have a network of their own
+    assert options("0.0.0.0:9000", "10.0.0.1").coordinator_host == "10.0.0.1"
+    with pytest.raises(UsageError, match="is every address of this host: give --address"):
+        _ = options("0.0.0.0:9000").coordinator_host
+
+
+def test_the_own_address_is_the_one_on_the_way_to_the_coordinator() -> None:
+    assert address_towards("127.0.0.1:9000") == "127.0.0.1"
+    assert address_towards("localhost:9000") in ("127.0.0.1", "::1")
+    with pytest.raises(OSError):
+        address_towards("no-such-host.invalid:9000")
+
+
+def test_user_code_is_not_handed_the_secret() -> None:
+    assert without_secret({"ELASTIC_TRAIN_SECRET": "x", "HOME": "/"}) == {"HOME": "/"}

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.coordinator.security import PLAIN
 from elastic_train.errors import UsageError
 from elastic_train.launch import devices
-from elastic_train.launch.environment import JobSettings, WorkerSettings, worker_environment
+from elastic_train.launch.environment import JaxRuntime, JobSettings, WorkerSettings, worker_environment
 from elastic_train.membership.group import Identity
 
 
@@ -25,6 +26,7 @@ def job(platform: str = "cpu") -> JobSettings:
         heartbeat_timeout_s=60.0,
         min_workers=1,
         deterministic=False,
+        tls=PLAIN.dump(),
     )
 
 
@@ -34,8 +36,8 @@ def environment(environ: dict[str, str], platform: str = "cpu", device: str | No
         Identity(slot=2, incarnation=3, node=17),
         job(platform),
         device=device,
-        num_nodes=256,
-        jax_address="127.0.0.1:9001",
+        jax=JaxRuntime("127.0.0.1:9001", 256, False),
+        host_address="10.0.0.7",
         agent_pid=4321,
     )
 
@@ -44,7 +46,8 @@ def test_worker_reads_what_the_agent_wrote() -> None:
     settings = WorkerSettings.read(environment({}))
     assert settings.job == job()
     assert settings.identity == Identity(2, 3, 17)
-    assert (settings.num_nodes, settings.jax_address, settings.agent_pid) == (256, "127.0.0.1:9001", 4321)
+    assert settings.jax == JaxRuntime("127.0.0.1:9001", 256, False)
+    assert (settings.host_address, settings.agent_pid) == ("10.0.0.7", 4321)
     assert not settings.leave_requested.is_set()
 
 

@@ -13,6 +13,7 @@ from elastic_train.membership.roster_events import (
     Abort,
     Action,
     AgentJoined,
+    AgentLeaving,
     AgentLost,
     Announce,
     AskStop,
@@ -27,6 +28,7 @@ from elastic_train.membership.roster_events import (
     Kill,
     Note,
     Ready,
+    Refuse,
     SetTimer,
     Silent,
     Start,
@@ -107,8 +109,62 @@ def test_apply_does_not_change_its_argument() -> None:
 def test_slots_that_the_job_has_not_or_another_agent_fills_are_refused() -> None:
     roster, actions = play(Roster(LIMITS), AgentJoined("one", (0, 1)), AgentJoined("two", (1, 2, 3)))
     assert those(actions, Start) == [Start("two", Identity(2, 0, 3))]
-    assert "slots 1, 3" in notes(actions)["slots_refused"].show
+    unknown, taken = those(actions, Refuse)
+    assert (unknown.agent, unknown.slots) == ("two", (3,)) and "slots 0 to 2" in unknown.reason
+    assert (taken.agent, taken.slots) == ("two", (1,)) and "agent one" in taken.reason
     assert roster.agents == {"one": (0, 1), "two": (2,)}
+
+
+def test_a_refused_agent_takes_over_when_the_first_is_lost() -> None:
+    """As when an agent is started anew before the loss of the old one was noticed."""
+    roster, actions = play(training(), AgentJoined("again", (0, 1, 2)))
+    assert those(actions, Start) == []
+    roster, actions = play(roster, AgentLost("host"))
+    assert [action.identity for action in those(actions, Tombstone)] == [A, B, C]
+    assert those(actions, Start) == [Start("again", Identity(slot, 1, 4 + slot)) for slot in range(3)]
+    assert notes(actions)["slots_taken_over"].fields == {"agent": "again", "slots": (0, 1, 2)}
+    assert (roster.agents, roster.standby) == ({"again": (0, 1, 2)}, {})
+
+
+def test_a_standby_that_is_lost_first_gets_nothing() -> None:
+    roster, actions = play(training(), AgentJoined("again", (0,)), AgentLost("again"), AgentLost("host"))
+    assert (those(actions, Start), roster.agents, roster.standby) == ([], {}, {})
+
+
+def two_hosts() -> Roster:
+    """Slots 0 and 1 on one host, 2 on the other; all are members."""
+    roster, _ = play(Roster(LIMITS), AgentJoined("one", (0, 1)), AgentJoined("two", (2,)))
+    for worker in (A, B, C):
+        roster, _ = play(roster, Started(worker, 100), Hello(worker, 100, "host", "digest"), Ready(worker))
+    return roster
+
+
+def test_workers_of_an_agent_that_leaves_are_not_restarted_there() -> None:
+    roster, actions = play(two_hosts(), AgentLeaving("two", "SIGTERM"))
+    assert quiet(actions) == []  # the member leaves by itself
+    assert notes(actions)["agent_leaving"].fields["slots"] == (2,)
+    roster, actions = play(roster, Viewed(A, View(2, (A, B)), 5), Exited(C, 0, ""))
+    assert those(actions, SetTimer) == [SetTimer("restart/2", 0.0)]
+    roster, actions = play(roster, TimerOver("restart/2"))
+    assert those(actions, Start) == []
+    assert roster.slots[2].failures == 0
+    roster, actions = play(roster, AgentLost("two"))
+    assert notes(actions)["agent_lost"].show == "agent two has left"
+    roster, actions = play(roster, AgentJoined("three", (2,)))
+    assert those(actions, Start) == [Start("three", Identity(2, 1, 4))]
+
+
+def test_a_standby_follows_an_agent_that_leaves_once_its_workers_are_gone() -> None:
+    roster, actions = play(two_hosts(), AgentJoined("three", (2,)), AgentLeaving("two", "SIGTERM"))
+    assert (roster.agents, those(actions, Start)) == ({"one": (0, 1), "two": (), "three": (2,)}, [])
+    _, actions = play(roster, Viewed(A, View(2, (A, B)), 5), Exited(C, 0, ""), TimerOver("restart/2"))
+    assert those(actions, Start) == [Start("three", Identity(2, 1, 4))]
+
+
+def test_workers_that_are_no_members_are_killed_when_their_agent_leaves() -> None:
+    roster, _ = play(Roster(LIMITS), AgentJoined("one", (0, 1, 2)), Started(A, 1), Hello(A, 1, "h", "d"), Ready(A))
+    _, actions = play(roster, AgentLeaving("one", "SIGTERM"))
+    assert [action.identity for action in those(actions, Kill)] == [A, B, C]
 
 
 def test_node_ids_run_out() -> None:
