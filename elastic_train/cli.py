@@ -1,4 +1,4 @@
-"""The command line: `elastic-train run`, `status`, `ledger`, `compare` and `coordinator`."""
+"""The command line: `elastic-train run`, `status`, `ledger`, `barriers`, `compare` and `coordinator`."""
 
 from __future__ import annotations
 
@@ -65,11 +65,13 @@ class Run(_Recipe):
       bind: where the coordinator listens; port 0 takes a free one.
       slots: the slots of this host, as 0-3 or 0,2,5; by default all.
       coordinator: HOST:PORT of a coordinator that runs elsewhere; this host then only fills its slots.
+      trace_blocks: write down what this host's workers do at barriers, for `elastic-train barriers verify`.
     """
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
     slots: Annotated[str | None, _shown_as("SLOTS")] = None
     coordinator: Annotated[str | None, _shown_as("HOST:PORT")] = None
+    trace_blocks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,23 @@ class Ledger:
 
     Attributes:
       action: what to do with the ledger.
+      run_dir: the job's run directory.
+    """
+
+    action: tyro.conf.Positional[Literal["verify"]]
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Barriers:
+    """Prove that every member list that a barrier handed out is valid, and that members agreed, or say where not.
+
+    The run must have been traced: `run --trace-blocks`.
+
+    Exit codes: 0 proven; 1 not; 2 there is no run directory. A job may still be running.
+
+    Attributes:
+      action: what to do with the barriers.
       run_dir: the job's run directory.
     """
 
@@ -154,6 +173,7 @@ Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Status, tyro.conf.subcommand("status")]
     | Annotated[Ledger, tyro.conf.subcommand("ledger")]
+    | Annotated[Barriers, tyro.conf.subcommand("barriers")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[CoordinatorAlone, tyro.conf.subcommand("coordinator")]
 )
@@ -210,7 +230,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(slots))
 
 
-def _perform(command: Run | Status | Ledger | Compare | CoordinatorAlone) -> int:
+def _perform(command: Run | Status | Ledger | Barriers | Compare | CoordinatorAlone) -> int:
     # Each command imports what it needs: gRPC alone takes a fifth of a second.
     match command:
         case Status():
@@ -226,6 +246,12 @@ def _perform(command: Run | Status | Ledger | Compare | CoordinatorAlone) -> int
             report = verify_run(command.run_dir)
             print(format_report(report))
             return 0 if report.proven else 1
+        case Barriers():
+            from elastic_train.telemetry.barriers import format_barriers, verify_barriers
+
+            found = verify_barriers(command.run_dir)
+            print(format_barriers(found))
+            return 0 if found.proven else 1
         case Compare():
             from elastic_train.telemetry.compare import compare, format_comparison, read_run
 
@@ -234,13 +260,15 @@ def _perform(command: Run | Status | Ledger | Compare | CoordinatorAlone) -> int
             print(format_comparison(comparison, one, other))
             return 0 if comparison.same else 1
         case Run():
+            from elastic_train.launch.environment import TRACE_VARIABLE
             from elastic_train.launch.host import run_agent
             from elastic_train.launch.job import run_job
 
             options = _job_options(command, command.bind, parse_slots(command.slots))
+            environ = {**os.environ, **({TRACE_VARIABLE: "1"} if command.trace_blocks else {})}
             if command.coordinator is not None:
-                return run_agent(options, command.coordinator, os.environ)
-            return run_job(options, os.environ)
+                return run_agent(options, command.coordinator, environ)
+            return run_job(options, environ)
         case CoordinatorAlone():
             from elastic_train.launch.job import run_job
 

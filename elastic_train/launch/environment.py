@@ -15,6 +15,9 @@ from elastic_train.membership.group import Identity
 
 PREFIX = "ELASTIC_TRAIN_"
 
+TRACE_VARIABLE = PREFIX + "TRACE_BLOCKS"
+"""Set to 1 for an agent or a whole command: workers write what they do at barriers (`telemetry.blocks`)."""
+
 GPU_XLA_FLAGS = {
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
@@ -67,6 +70,7 @@ class WorkerSettings:
       num_nodes: size of JAX's coordination service, node 0 included.
       jax_address: `HOST:PORT` of the agent's relay.
       agent_pid: the process that must be its parent.
+      trace_blocks: whether it writes what it does at barriers.
       leave_requested: set by SIGTERM; the trainer then asks to leave after a commit.
     """
 
@@ -75,6 +79,7 @@ class WorkerSettings:
     num_nodes: int
     jax_address: str
     agent_pid: int
+    trace_blocks: bool = False
     leave_requested: threading.Event = field(default_factory=threading.Event, compare=False)
 
     @classmethod
@@ -101,6 +106,7 @@ class WorkerSettings:
             num_nodes=int(get("num_nodes")),
             jax_address=get("jax_address"),
             agent_pid=int(get("agent_pid")),
+            trace_blocks=environ.get(TRACE_VARIABLE) == "1",
         )
 
 

@@ -24,6 +24,7 @@ from elastic_train.coordinator.client import Link
 from elastic_train.errors import EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
 from elastic_train.launch.environment import WorkerSettings
 from elastic_train.launch.versions import versions
+from elastic_train.telemetry.blocks import BlockTrace
 
 if TYPE_CHECKING:
     from elastic_train.training import Training
@@ -91,6 +92,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
         job.min_workers,
         ports,
         settings.leave_requested,
+        BlockTrace(job.run_dir, settings.identity, job.secret) if settings.trace_blocks else None,
     )
     if job.platform == "cuda":
         member.programs_are_complete(job.run_dir / "compiled", settings.identity)
