@@ -84,13 +84,13 @@ def _agent_joined(turn: Turn, event: AgentJoined) -> None:
     limits = turn.roster.limits
     taken = {slot for agent, slots in turn.roster.agents.items() if agent != event.agent for slot in slots}
     slots = tuple(slot for slot in event.slots if 0 <= slot < limits.num_slots and slot not in taken)
-    refused = sorted(set(event.slots) - set(slots))
-    turn.set(agents={**turn.roster.agents, event.agent: slots})
+    refused = tuple(sorted(set(event.slots) - set(slots)))
+    turn.set(agents={**turn.roster.agents, event.agent: slots}, refused={**turn.roster.refused, event.agent: refused})
     turn.note("agent_joined", agent=event.agent, slots=slots)
     if refused:
         show = (
             f"agent {event.agent} offers {name_slots(refused)}: not used, since the job has "
-            f"{limits.num_slots} slots, or another agent fills them already"
+            f"{limits.num_slots} slots, or another agent fills them already; if that one is lost, they are taken"
         )
         turn.note("slots_refused", show, agent=event.agent, slots=refused)
     for slot in slots:
@@ -99,12 +99,26 @@ def _agent_joined(turn: Turn, event: AgentJoined) -> None:
 
 def _agent_lost(turn: Turn, event: AgentLost) -> None:
     """Nobody can tell any more whether its workers live: they count as dead, fenced by their node ids."""
-    agents = dict(turn.roster.agents)
+    agents, offers = dict(turn.roster.agents), dict(turn.roster.refused)
     slots = agents.pop(event.agent, ())
-    turn.set(agents=agents)
+    offers.pop(event.agent, None)
+    turn.set(agents=agents, refused=offers)
     dead = tuple(worker for worker in turn.roster.living if worker.agent == event.agent)
     turn.note("agent_lost", f"lost agent {event.agent}; {name_slots(slots)} wait for an agent", agent=event.agent)
     bury(turn, dead, exit_code=None, reason=f"agent {event.agent} was lost")
+    for slot in slots:
+        _give_to_another(turn, slot)
+
+
+def _give_to_another(turn: Turn, slot: int) -> None:
+    """To an agent that has offered the slot while the lost one had it: its host came back before we had noticed."""
+    for agent, offered in turn.roster.refused.items():
+        if slot in offered:
+            agents = {**turn.roster.agents, agent: tuple(sorted((*turn.roster.agents[agent], slot)))}
+            left = tuple(other for other in offered if other != slot)
+            turn.set(agents=agents, refused={**turn.roster.refused, agent: left})
+            _start(turn, slot)
+            return
 
 
 def _start(turn: Turn, slot: int) -> None:
@@ -229,7 +243,8 @@ def _kill(turn: Turn, worker: Worker, reason: str) -> None:
 def _viewed(turn: Turn, worker: Worker, event: Viewed) -> None:
     """The members' agreement is what counts; the roster follows it."""
     view = event.view
-    if worker.identity not in view.members:
+    # One that the others have left behind, or that is no member yet, does not speak for them.
+    if not worker.member or worker.identity not in view.members:
         return
     tell = {worker.identity.node}
     if view.epoch > turn.roster.view.epoch:

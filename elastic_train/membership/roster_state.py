@@ -87,6 +87,7 @@ class Roster:
 
     limits: Limits
     agents: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    refused: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by agent: offered, but another's
     workers: dict[int, Worker] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
     view: View = field(default_factory=lambda: View(0, ()))

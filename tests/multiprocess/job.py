@@ -46,6 +46,7 @@ class Job:
       recipe, options: the command line.
       faults: what workers of `recipes/faulty.py` do to themselves.
       pace_s: how long its steps take at least.
+      program: how Python is told to run the command.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Job:
         workers: int = 3,
         faults: Sequence[dict[str, Any]] = (),
         pace_s: float = 0.0,
+        program: Sequence[str] = ("-m", "elastic_train.cli"),
     ) -> None:
         self.run_dir = run_dir
         self._seen: dict[int, psutil.Process] = {}
-        command = [sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
+        command = [sys.executable, *program, "run", str(recipe), "--workers", str(workers)]
         environment = {**os.environ, "FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT)}
         environment["PACE_S"] = str(pace_s)
         environment[TRACE_VARIABLE] = "1"
@@ -145,14 +147,14 @@ class Job:
 
         return self.wait_for(f"event {name} number {count} with {fields}", found)
 
-    def wait_members(self, *slots: int) -> dict[str, Any]:
+    def wait_members(self, *slots: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         """Waits until a step is committed by exactly these slots."""
 
         def committed() -> dict[str, Any] | None:
             lines = self.lines("ledger.jsonl")
             return lines[-1] if lines and lines[-1]["workers"] == list(slots) else None
 
-        return self.wait_for(f"a step committed by slots {slots}", committed)
+        return self.wait_for(f"a step committed by slots {slots}", committed, deadline_s)
 
     def finish(self, deadline_s: float = DEADLINE_S) -> int:
         """Waits for the end; returns the exit code."""

@@ -111,6 +111,19 @@ def test_slots_that_the_job_has_not_or_another_agent_fills_are_refused() -> None
     assert roster.agents == {"one": (0, 1), "two": (2,)}
 
 
+def test_a_refused_slot_is_given_to_its_agent_when_the_other_one_is_lost() -> None:
+    """A host that comes back before anybody has noticed that it was gone."""
+    roster, _ = play(Roster(LIMITS), AgentJoined("one", (0, 1)), AgentJoined("two", (1, 2)), AgentJoined("three", (1,)))
+    roster, actions = play(roster, AgentLost("one"))
+    assert those(actions, Tombstone) == [Tombstone(A), Tombstone(B)], "the old ones are fenced first"
+    assert those(actions, Start) == [Start("two", Identity(1, 1, 4))]
+    assert roster.agents == {"two": (1, 2), "three": ()}
+    roster, actions = play(roster, AgentLost("two"))
+    assert those(actions, Start) == [Start("three", Identity(1, 2, 5))]
+    _, actions = play(roster, AgentLost("three"))
+    assert those(actions, Start) == []
+
+
 def test_node_ids_run_out() -> None:
     roster, actions = play(Roster(replace(LIMITS, num_nodes=3)), AgentJoined("host", (0, 1, 2)))
     assert those(actions, Start) == [Start("host", A), Start("host", B)]
@@ -227,6 +240,15 @@ def test_a_ready_joiner_is_announced_and_told_once_the_members_have_agreed() -> 
 def test_a_view_that_the_reporter_is_not_in_is_ignored() -> None:
     roster = training()
     assert apply(roster, Viewed(A, View(7, (B, C)), 3)) == (roster, ())
+
+
+def test_a_view_of_one_that_is_no_member_is_ignored() -> None:
+    """Neither one that the members have left behind nor one that they have not admitted speaks for them."""
+    roster, _ = play(training(), Viewed(A, View(2, (A, B)), 5))
+    assert roster.is_living(C)
+    assert apply(roster, Viewed(C, View(9, (C,)), 8)) == (roster, ())
+    roster, joiner = with_joiner(training())
+    assert apply(roster, Viewed(joiner, View(9, (joiner,)), 8)) == (roster, ())
 
 
 def test_a_joiner_that_died_after_its_admission_is_reported_to_each_reporter() -> None:
