@@ -356,9 +356,10 @@ class Coordinator:
         identity = self._identities.pop(stream, None)
         if identity is None or self._closing:
             return
-        if self._workers.get(identity.node) is stream:
-            del self._workers[identity.node]
         self._see_who_is_left()
+        if self._workers.get(identity.node) is not stream:
+            return  # a stray; whoever has its node's place is not silent because of it
+        del self._workers[identity.node]
         # A process that ends loses its connection just before its agent reports the exit, which says more.
         limit_s = EXIT_REPORT_S if broken else LEAVE_TIMEOUT_S
         reason = self._how_lost(stream, broken) + f", and no exit was reported within {limit_s:g} s"

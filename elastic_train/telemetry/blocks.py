@@ -106,7 +106,6 @@ def _clock_name() -> str:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-@functools.total_ordering
 @dataclass(frozen=True)
 class Member:
     """A worker's name in a list: as messages call it."""
@@ -115,9 +114,6 @@ class Member:
     node: int
     slot: int | None = None
     incarnation: int | None = None
-
-    def __lt__(self, other: Member) -> bool:
-        return (self.job, self.node) < (other.job, other.node)
 
     def __str__(self) -> str:
         known = "" if self.slot is None else f" (slot {self.slot}, incarnation {self.incarnation})"
@@ -227,7 +223,8 @@ def _deaths(run_dir: Path) -> dict[Identity, list[float]]:
 def _events(
     job: str, names: Mapping[tuple[str, int], Member], me: Member, lines: list[dict[str, Any]]
 ) -> tuple[list[Event], list[Conclusion]]:
-    def members(nodes: list[int]) -> frozenset[Member]:
+    @functools.cache
+    def members(nodes: tuple[int, ...]) -> frozenset[Member]:
         return frozenset(names.get((job, node), Member(job, node)) for node in nodes)
 
     events: list[Event] = []
@@ -238,9 +235,9 @@ def _events(
             case "enter":
                 asked = tuple(line["nodes"])
                 barrier = Barrier(job, line["epoch"], asked, line["number"])
-                events.append(Enter(line["time"], members(line["nodes"]), barrier))
+                events.append(Enter(line["time"], members(asked), barrier))
             case "exit" if line["nodes"] is not None:
-                events.append(Exit(line["time"], members(line["nodes"])))
+                events.append(Exit(line["time"], members(tuple(line["nodes"]))))
             case "concluded":
                 barrier = Barrier(job, line["epoch"], asked, line["number"])
                 following = (line["next_epoch"], tuple(line["next_nodes"])) if "next_epoch" in line else None

@@ -117,11 +117,10 @@ def speak_as_zombies(job: RealJob, zombies: list[Worker]) -> None:
         link.phase("update", 21)
         link.viewed(View(99, zombie.view.members), "death", (), (), 21, 0.0)
         link.ready()
-        link.finished("done", 21, 2100, "zombie", "zombie", {})
-        # Its first words may be news of its end that was late, so they are noted. They come last, as a sign.
         link.failed(21, fatal=False, startup=False, traceback=f"last words of {link.identity}")
+        link.finished("done", 21, 2100, "zombie", "zombie", {})
     for zombie in zombies:
-        job.notes_named("user_code_failed", zombie.link.identity)
+        job.events.expect(r.Finished(zombie.link.identity, "done"))
 
 
 def assert_zombies_change_nothing(job: RealJob, zombies: list[Worker], members: list[Worker]) -> None:
