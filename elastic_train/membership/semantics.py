@@ -273,23 +273,24 @@ class _Execution:
             self._present(call, name) if name in call.exit.members else self._absent(call, name)
             for name in sorted(call.enter.asked, key=str)
         ]
+        # Whoever got it was in the barrier then, even if the list does not say so.
+        choices.append([self._within(call, call)])
         return [list(itertools.chain.from_iterable(way)) for way in itertools.product(*choices)]
 
     def _present(self, call: _Call, name: Hashable) -> list[list[Edge]]:
         """`name` is in the barrier: one choice for each of its calls that may count."""
         if name == call.process:
-            candidates = [call]
-        elif call.enter.barrier is not None:
+            return [[]]
+        if call.enter.barrier is not None:
             candidates = [other for other in self._barriers[call.enter.barrier] if other.process == name]
         else:
             candidates = [other for life in self._lives.get(name, ()) for other in life.calls]
-        choices = []
-        for other in self._overlapping(call, candidates):
-            edges = [(other.enter_node, call.instant)]
-            if other.next_node is not None:
-                edges.append((call.instant, other.next_node))
-            choices.append(edges)
-        return choices
+        return [self._within(call, other) for other in self._overlapping(call, candidates)]
+
+    def _within(self, call: _Call, other: _Call) -> list[Edge]:
+        """The instant of `call` lies within `other`."""
+        after = [] if other.next_node is None else [(call.instant, other.next_node)]
+        return [(other.enter_node, call.instant), *after]
 
     def _overlapping(self, call: _Call, others: list[_Call]) -> list[_Call]:
         """Leaves out calls that were over before this one, or began after it; not the last that is left to blame."""

@@ -165,7 +165,8 @@ def read_blocks(run_dir: Path) -> Blocks:
     """Reads what the members wrote, and who died from events.jsonl.
 
     When a worker failed is not known: after the last of its own lines, at some time. That is all that the semantics
-    wants to know. What it wrote after the coordinator had declared it dead is left out (`semantics.without_fenced`);
+    wants to know. A reply that leaves its receiver out tells it that it counts as dead: like one that was refused, it
+    hands out no list. What it wrote after the coordinator had declared it dead is left out (`semantics.without_fenced`);
     the two times are compared as Unix times, which on several hosts is as good as their clocks.
 
     Raises:
@@ -236,7 +237,7 @@ def _events(
                 asked = tuple(line["nodes"])
                 barrier = Barrier(job, line["epoch"], asked, line["number"])
                 events.append(Enter(line["time"], members(asked), barrier))
-            case "exit" if line["nodes"] is not None:
+            case "exit" if line["nodes"] is not None and me.node in line["nodes"]:
                 events.append(Exit(line["time"], members(tuple(line["nodes"]))))
             case "concluded":
                 barrier = Barrier(job, line["epoch"], asked, line["number"])

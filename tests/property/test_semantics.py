@@ -126,7 +126,7 @@ def anything(chance: random.Random, named: bool, clocks: str) -> list[Process]:
             if kind == "enter":
                 events.append(Enter(time, ALL, barriers.pop() if named else None))
             elif kind == "exit":
-                events.append(Exit(time, frozenset({p}) | {q for q in NAMES if chance.random() < 0.5}))
+                events.append(Exit(time, frozenset(q for q in NAMES if chance.random() < (0.95 if q == p else 0.5))))
             else:
                 events.append(Start(time) if kind == "start" else Fail(time))
         processes.append(Process(p, tuple(events), clocks[p]))

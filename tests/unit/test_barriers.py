@@ -128,8 +128,11 @@ def test_a_fenced_member_concludes_nothing_for_the_others(run: Run) -> None:
     run.begin(ALL)
     run.barrier(ALL, 1, 2, but=(C,))
     run.members[A].concluded("shrink", WITHOUT_C, 1)
+    run.members[C].exit((1, 2))  # later than anybody else: it was told that it counts as dead
     run.members[C].concluded("fenced", None, 1)
     assert verify_barriers(run.path).proven
+    run.members[C].enter()  # it must not go on
+    assert not verify_barriers(run.path).proven
 
 
 def test_a_step_that_two_blocks_commit(run: Run) -> None:

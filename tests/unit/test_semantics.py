@@ -201,3 +201,9 @@ def test_ten_thousands_of_barriers_take_seconds():
     print(f"two executions of 220 000 events: {time.process_time() - began:.1f} s")
     assert found is not None and "5 is missing, and never failed" in found.proof
     assert time.process_time() - began < 60  # far above what it takes: it must not be quadratic
+
+
+def test_who_gets_a_list_was_in_that_barrier_even_if_the_list_does_not_say_so():
+    """Process 1 fails while 0 still waits, so there is an instant for the list of 0; but not within the call of 1."""
+    rows = [[start(0), call(1, 10, 0)], [start(0), call(2, 3, 0), fail(5)]]
+    assert find_violation(execution(*rows)) is not None
