@@ -50,8 +50,9 @@ def verify_barriers(run_dir: Path) -> BarrierReport:
       UsageError: `run_dir` is no run directory, or one of its files was changed.
     """
     require_run_directory(run_dir)
-    blocks = read_blocks(run_dir)
+    # Before the blocks: while the job runs they may know more than the ledger, never less.
     workers = {line["step"]: line["workers"] for line in read_lines(run_dir / "ledger.jsonl")}
+    blocks = read_blocks(run_dir)
     barriers = {e.barrier for p in blocks.processes for e in p.events if isinstance(e, Enter)}
     problems = list(_unknown_members(blocks))
     if not problems:

@@ -166,15 +166,23 @@ def read_blocks(run_dir: Path) -> Blocks:
 
     When a worker failed is not known: after the last of its own lines, at some time. That is all that the semantics
     wants to know. A reply that leaves its receiver out tells it that it counts as dead: like one that was refused, it
-    hands out no list. What it wrote after the coordinator had declared it dead is left out (`semantics.without_fenced`);
-    the two times are compared as Unix times, which on several hosts is as good as their clocks.
+    hands out no list. What it wrote after the coordinator had declared it dead is left out
+    (`semantics.without_fenced`); the two times are compared as Unix times, which on several hosts is as good as their
+    clocks.
 
     Raises:
       UsageError: a file was changed.
     """
     starts: list[tuple[Mapping[str, Any], list[dict[str, Any]]]] = []
-    for path in sorted((run_dir / DIRECTORY).glob("*.jsonl")):
-        for line in read_lines(path):
+    running = is_written(run_dir)
+    paths = sorted((run_dir / DIRECTORY).glob("*.jsonl"))
+    # While members go on writing, a list may be read before the entries of others that it rests on. So only those lists
+    # count that were there before any file is read for good.
+    num_lines = {path: len(read_lines(path)) for path in paths} if running else {}
+    for path in paths:
+        for number, line in enumerate(read_lines(path)):
+            if line.get("line") == "exit" and number >= num_lines.get(path, number + 1):
+                continue
             if line.get("line") == "process":
                 starts.append((line, []))
             elif not starts or (starts[-1][0]["slot"], starts[-1][0]["incarnation"]) != _of_path(path):
@@ -186,7 +194,6 @@ def read_blocks(run_dir: Path) -> Blocks:
         for start, _ in starts
     }
     deaths = _deaths(run_dir)
-    running = is_written(run_dir)
     processes, conclusions, num_fenced = [], [], 0
     for start, lines in starts:
         events, concluded = _events(start["job"], names, names[start["job"], start["node"]], lines)

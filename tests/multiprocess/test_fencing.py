@@ -42,7 +42,7 @@ class RealJob(Job):
 
     def __init__(self) -> None:
         self.starts: queue.SimpleQueue[Identity] = queue.SimpleQueue()
-        super().__init__(num_slots=2)
+        super().__init__(num_slots=2, starts_per_slot=4)
 
     def host(self) -> tuple[Agent, list[Identity]]:
         """An agent for both slots, and the identities of the workers it is told to start."""

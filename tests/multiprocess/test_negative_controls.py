@@ -1,8 +1,8 @@
 """Each mechanism taken away in turn: the check that its test makes must then fail, and in the way that was expected.
 
 The product has no switch for this. Workers take a mechanism away from themselves because the recipe `faulty.py` finds
-`DISARM` in its environment; the coordinator's process is started with a patch before the command. The fence's control
-is in `test_fencing.py`.
+`DISARM` in its environment; the coordinator's process is started with a patch before the command. The control of the
+coordinator's own fence is in `test_fencing.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import pytest
 from job import FAULTY, Job
 from test_faults import STEPS, assert_exact, fault, run, undisturbed
+
+from elastic_train.telemetry.blocks import DIRECTORY
 
 __all__ = ["undisturbed"]  # a fixture
 
@@ -47,6 +49,26 @@ def test_without_the_vote_a_step_is_committed_that_lacks_a_part(tmp_path, undist
         assert job.events("digests_differ") == []
         assert [line["step"] for line in job.lines("ledger.jsonl")] == list(range(1, int(STEPS) + 1))
         assert job.summary["params_sha256"] != undisturbed["params_sha256"]
+
+
+def test_without_the_fence_members_conclude_differently(tmp_path, monkeypatch):
+    """As `test_exchange_that_fails_on_one_member_alone_costs_that_worker_only`, but that worker does not leave.
+
+    The others have committed the step; it has not. What the harness makes of every job's barriers must say so.
+    """
+    monkeypatch.setenv("DISARM", "fence")
+    differ = (
+        r"NOT VALID: after barrier \d+ of epoch 1 node 1 .* concluded commit of step 21, then epoch 1 of nodes "
+        r"\[1, 2, 3\], node 3 .* shrink of step 21, then epoch 2 of nodes \[1, 2, 3\]\."
+    )
+    with pytest.raises(AssertionError, match=differ), run(tmp_path, fault(2, "barrier", step=20, what="raise")) as job:
+        job.wait_for("slot 2 to go on", lambda: verdicts(job, 2).count("shrink"))
+        job.wait_for("the others to commit", lambda: verdicts(job, 0).count("commit") > 20)
+
+
+def verdicts(job: Job, slot: int) -> list[str]:
+    lines = job.lines(f"{DIRECTORY}/{slot}-0.jsonl")
+    return [line["verdict"] for line in lines if line["line"] == "concluded"]
 
 
 @pytest.mark.parametrize("armed", [True, False], ids=["with it", "without it"])

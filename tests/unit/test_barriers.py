@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from elastic_train.errors import UsageError
 from elastic_train.jax_private import LiveDevices
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.semantics import Enter, Exit, Fail
+from elastic_train.telemetry import blocks as blocks_module
 from elastic_train.telemetry.barriers import format_barriers, verify_barriers
 from elastic_train.telemetry.blocks import BlockTrace, read_blocks
 
@@ -189,6 +191,29 @@ def test_a_file_that_was_changed(run: Run) -> None:
     path.write_text(path.read_text().partition("\n")[2])
     with pytest.raises(UsageError, match="does not begin"):
         verify_barriers(run.path)
+
+
+def test_a_job_that_still_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is written while the files are read may rest on entries that were read too early."""
+    run.train()
+    run.write("events", {"time": 0.0, "event": "job_started"})
+    reads = 0
+
+    def read_lines(path: Path) -> list[dict]:
+        nonlocal reads
+        reads += path.parent.name == "blocks"
+        if path.name == "1-0.jsonl" and reads > 3:  # the first file has been read for the last time
+            run.barrier(WITHOUT_C, 1, 2)
+        return original(path)
+
+    original = blocks_module.read_lines
+    monkeypatch.setattr(blocks_module, "read_lines", read_lines)
+    with (run.path / "events.jsonl").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        report = verify_barriers(run.path)
+    # Nobody has said yet that C is dead.
+    assert [problem for problem in report.problems if "is missing, and never failed" not in problem] == []
+    assert report.num_lists == 15
 
 
 class Calls:
