@@ -71,14 +71,9 @@ def verdicts(job: Job, slot: int) -> list[tuple[str, int | None]]:
     return [(line["verdict"], line["step"]) for line in lines if line["line"] == "concluded"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("armed", [True, False], ids=["with it", "without it"])
-@pytest.mark.parametrize(
-    "mechanism",
-    [
-        "tombstone",
-        pytest.param("gloo abort", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("mechanism", ["tombstone", "gloo abort"])
 def test_a_death_is_survived_with_the_mechanism_and_not_without(tmp_path, monkeypatch, mechanism, armed):
     """The tombstone lets the barrier go on, the abort the collective that some of the survivors are in."""
     program = ("-m", "elastic_train.cli")
