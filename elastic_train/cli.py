@@ -1,4 +1,4 @@
-"""The command line: `elastic-train run`, `status`, `ledger`, `compare`, `verify-faults` and `coordinator`."""
+"""The command line: `elastic-train run`, `status`, `ledger`, `barriers`, `compare`, `verify-faults`, `coordinator`."""
 
 from __future__ import annotations
 
@@ -85,12 +85,15 @@ class Run(_Host, _Recipe):
       slots: the slots of this host, as 0-3 or 0,2,5; by default all.
       coordinator: HOST:PORT of a coordinator that runs elsewhere; this host then only fills its slots.
       chaos: a TOML file with faults that are injected into this run; see docs/chaos.md.
+      trace_blocks: write down what this host's workers do at barriers, for `elastic-train barriers verify`; always so
+        with --chaos.
     """
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
     slots: Annotated[str | None, _shown_as("SLOTS")] = None
     coordinator: Annotated[str | None, _shown_as("HOST:PORT")] = None
     chaos: Annotated[Path | None, _shown_as("FILE")] = None
+    trace_blocks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,23 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Barriers:
+    """Prove that every member list that a barrier handed out is valid, and that members agreed, or say where not.
+
+    The run must have been traced: `run --trace-blocks`.
+
+    Exit codes: 0 proven; 1 not; 2 there is no run directory. A job may still be running.
+
+    Attributes:
+      action: what to do with the barriers.
+      run_dir: the job's run directory.
+    """
+
+    action: tyro.conf.Positional[Literal["verify"]]
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compare:
     """Say whether two runs are the same computation: equal digests, or where and by how much they differ.
 
@@ -205,6 +225,7 @@ Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Status, tyro.conf.subcommand("status")]
     | Annotated[Ledger, tyro.conf.subcommand("ledger")]
+    | Annotated[Barriers, tyro.conf.subcommand("barriers")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[VerifyFaults, tyro.conf.subcommand("verify-faults")]
     | Annotated[CoordinatorAlone, tyro.conf.subcommand("coordinator")]
@@ -262,7 +283,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(slots))
 
 
-def _perform(command: Run | Status | Ledger | Compare | VerifyFaults | CoordinatorAlone) -> int:
+def _perform(command: Run | Status | Ledger | Barriers | Compare | VerifyFaults | CoordinatorAlone) -> int:
     # Each command imports what it needs: gRPC alone takes a fifth of a second.
     match command:
         case Status():
@@ -278,6 +299,12 @@ def _perform(command: Run | Status | Ledger | Compare | VerifyFaults | Coordinat
             report = verify_run(command.run_dir)
             print(format_report(report))
             return 0 if report.proven else 1
+        case Barriers():
+            from elastic_train.telemetry.barriers import format_barriers, verify_barriers
+
+            found = verify_barriers(command.run_dir)
+            print(format_barriers(found))
+            return 0 if found.proven else 1
         case Compare():
             from elastic_train.telemetry.compare import compare, format_comparison, read_run
 
@@ -286,15 +313,18 @@ def _perform(command: Run | Status | Ledger | Compare | VerifyFaults | Coordinat
             print(format_comparison(comparison, one, other))
             return 0 if comparison.same else 1
         case Run():
+            from elastic_train.launch.environment import TRACE_VARIABLE
             from elastic_train.launch.host import run_agent
             from elastic_train.launch.job import run_job
 
             options = _job_options(command, command.bind, parse_slots(command.slots), command.chaos)
+            traced = command.trace_blocks or command.chaos is not None
+            environ = {**os.environ, **({TRACE_VARIABLE: "1"} if traced else {})}
             if command.coordinator is not None and command.chaos is not None:
                 raise UsageError("--chaos belongs to the command that holds the coordinator; leave --coordinator away")
             if command.coordinator is not None:
-                return run_agent(options, command.coordinator, os.environ)
-            return run_job(options, os.environ)
+                return run_agent(options, command.coordinator, environ)
+            return run_job(options, environ)
         case VerifyFaults():
             return _verify_faults(command)
         case CoordinatorAlone():

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from elastic_train.errors import UsageError
 
@@ -174,6 +174,13 @@ def fail_gloo_meeting(device_ids: Sequence[int], absent: int, own: int) -> bool:
     return True
 
 
+class BarrierTrace(Protocol):
+    """Told of each barrier: just before the request is sent, and just after the reply (None: it was refused)."""
+
+    def enter(self) -> None: ...
+    def exit(self, nodes: Collection[int] | None) -> None: ...
+
+
 class LiveDevices:
     """JAX's `live_devices`, one fresh instance per epoch.
 
@@ -183,10 +190,11 @@ class LiveDevices:
     `incarnations` maps node ids to JAX incarnations as the latest barrier gave them.
     """
 
-    def __init__(self, devices: Sequence[Any]) -> None:
+    def __init__(self, devices: Sequence[Any], trace: BarrierTrace) -> None:
         from jax.experimental import multihost_utils
 
         self._devices = list(devices)
+        self._trace = trace
         self._live = multihost_utils._LiveDevices()
 
     @property
@@ -195,5 +203,18 @@ class LiveDevices:
 
     def run(self, body: Callable[[dict[int, int]], Any]) -> Any:
         """Runs `body(incarnations at entry)` inside the block. Raises what `live_devices` raises."""
-        with self._live(self._devices):
-            return body(self.incarnations)
+        answer = self._live.devices
+        if answer is None:  # only the first entry is a barrier; later ones take the answer of the exit before
+            self._trace.enter()
+        try:
+            with self._live(self._devices):
+                if answer is None:
+                    answer = self._live.devices
+                    self._trace.exit(self.incarnations)
+                try:
+                    return body(self.incarnations)
+                finally:
+                    self._trace.enter()
+        finally:
+            # Without a reply there is no new answer.
+            self._trace.exit(None if self._live.devices is answer else self.incarnations)

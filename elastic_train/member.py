@@ -16,7 +16,7 @@ from elastic_train import jax_private
 from elastic_train.errors import EXIT_REJOIN, EXIT_USER_CODE, UserCodeError
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
-from elastic_train.membership.live import Group
+from elastic_train.membership.live import Group, Trace
 from elastic_train.outside import Outside
 from elastic_train.recipe import Recipe
 from elastic_train.state import Device, params_sha256, state_sha256
@@ -94,6 +94,7 @@ def prepare_member(
     min_workers: int,
     own_ports: frozenset[int],
     leave_requested: threading.Event,
+    trace: Trace | None = None,
 ) -> Training:
     """Does everything slow, so that the worker stalls nobody when it is admitted.
 
@@ -104,6 +105,7 @@ def prepare_member(
       min_workers: the floor.
       own_ports: ports of the coordinator and the relay; their sockets are never gloo's.
       leave_requested: set when this worker alone was asked to leave.
+      trace: told of every barrier.
 
     Raises what the user's code raises.
     """
@@ -116,7 +118,7 @@ def prepare_member(
     if devices[me.node].platform == "cpu":
         sockets = GlooSockets(lambda local, remote: bool({local[1], remote[1]} & own_ports))
     num_shards = recipe.batches.num_shards
-    group = Group(me, devices, recipe.local.specs, num_shards, link, trainer.config.faults, sockets)
+    group = Group(me, devices, recipe.local.specs, num_shards, link, trainer.config.faults, sockets, trace=trace)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
     group.prepare(View.of(0, (me, Identity(me.slot + 1, 0, max(devices)))), recipe.healer.stripe)
     group.finish_compiling()

@@ -75,7 +75,7 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
             outside,
             trainer.config.faults,
             None,
-            lambda devices: Alone(),
+            lambda devices, trace: Alone(),
         )
         return Training(recipe, group, outside).run(View(1, (ME,)))
     finally:

@@ -216,7 +216,7 @@ class Coordinator:
 
     def _close_streams(self) -> None:
         self._closing = True
-        for stream in (*self._workers.values(), *self._agents.values()):
+        for stream in (*self._identities, *self._agents.values()):
             stream.close()
 
     def _apply(self, event: r.Event, **source: object) -> None:
@@ -240,7 +240,9 @@ class Coordinator:
             case r.Form(view, tell):
                 self._tell(tell, control_pb2.ToWorker(form=control_pb2.Form(view=wire.view_message(view))))
             case r.Evict(identity, reason):
-                self._tell((identity.node,), control_pb2.ToWorker(evict=control_pb2.Evict(reason=reason)))
+                # Not by its node: another worker may have that one.
+                for stream in [stream for stream, who in self._identities.items() if who == identity]:
+                    stream.send(control_pb2.ToWorker(evict=control_pb2.Evict(reason=reason)))
             case r.AskStop(tell, now, reason):
                 self._tell(tell, control_pb2.ToWorker(stop=control_pb2.Stop(now=now, reason=reason)))
             case r.Start(agent, identity):
@@ -327,7 +329,7 @@ class Coordinator:
         stream.send(control_pb2.ToAgent(shutdown=shutdown))
 
     def _see_who_is_left(self) -> None:
-        if not self._workers and not self._agents:
+        if not self._identities and not self._agents:
             self._deserted.set()
 
     # Workers --------------------------------------------------------------------------------------
@@ -342,6 +344,9 @@ class Coordinator:
             stream.reject(grpc.StatusCode.FAILED_PRECONDITION, f"a worker says hello first, not {kind!r}")
             return
         match kind:
+            case "progress" if not self.roster.is_living(identity):
+                # A zombie: its steps may be those of a group that is no more. The roster tells it to exit.
+                self._apply(r.Stepped(identity, message.progress.step))
             case "ready":
                 self._apply(r.Ready(identity))
             case "view":
@@ -358,21 +363,25 @@ class Coordinator:
 
     def _hello(self, stream: Stream, hello: control_pb2.Hello) -> None:
         identity = wire.identity_value(hello.identity)
-        if identity.node in self._workers or stream in self._identities:
+        if identity in self._identities.values() or stream in self._identities:
             stream.reject(grpc.StatusCode.ALREADY_EXISTS, f"{identity} is connected already")
             return
-        self._workers[identity.node] = stream
         self._identities[stream] = identity
         self._deserted.clear()
         stream.send(control_pb2.ToWorker(welcome=control_pb2.Welcome()))
         self._apply(r.Hello(identity, hello.pid, hello.host, hello.config_digest), versions=hello.versions)
+        # One that was told to exit gets no place here: nothing that is meant for its node, or needs it, concerns it.
+        if self.roster.is_living(identity):
+            self._workers[identity.node] = stream
 
     def _lost_worker(self, stream: Stream, broken: bool) -> None:
         identity = self._identities.pop(stream, None)
         if identity is None or self._closing:
             return
-        del self._workers[identity.node]
         self._see_who_is_left()
+        if self._workers.get(identity.node) is not stream:
+            return  # a stray; whoever has its node's place is not silent because of it
+        del self._workers[identity.node]
         # A process that ends loses its connection just before its agent reports the exit, which says more.
         limit_s = EXIT_REPORT_S if broken else LEAVE_TIMEOUT_S
         reason = self._how_lost(stream, broken) + f", and no exit was reported within {limit_s:g} s"
@@ -413,8 +422,7 @@ class Coordinator:
             )
 
     def _worker_finished(self, identity: Identity, finished: control_pb2.Finished) -> None:
-        worker = self.roster.workers.get(identity.slot)
-        if worker is not None and worker.identity == identity:
+        if self.roster.is_living(identity):
             self._finished[identity.slot] = finished
             self._compare_digests()
         self._apply(r.Finished(identity, finished.status))

@@ -19,6 +19,9 @@ SECRET_VARIABLE = "ELASTIC_TRAIN_SECRET"
 
 PREFIX = "ELASTIC_TRAIN_"
 
+TRACE_VARIABLE = PREFIX + "TRACE_BLOCKS"
+"""Set to 1 for an agent or a whole command: workers write what they do at barriers (`telemetry.blocks`)."""
+
 GPU_XLA_FLAGS = {
     "--xla_gpu_nccl_async_execution": "true",
     "--xla_gpu_nccl_blocking_communicators": "false",
@@ -89,6 +92,7 @@ class WorkerSettings:
       jax: JAX's coordination service.
       host_address: where this host's workers listen for those of others.
       agent_pid: the process that must be its parent.
+      trace_blocks: whether it writes what it does at barriers.
       leave_requested: set by SIGTERM; the trainer then asks to leave after a commit.
     """
 
@@ -97,6 +101,7 @@ class WorkerSettings:
     jax: JaxRuntime
     host_address: str
     agent_pid: int
+    trace_blocks: bool = False
     leave_requested: threading.Event = field(default_factory=threading.Event, compare=False)
 
     @classmethod
@@ -123,6 +128,7 @@ class WorkerSettings:
             jax=JaxRuntime(get("jax_address"), int(get("num_nodes")), get("jax_tls") == "True"),
             host_address=get("host_address"),
             agent_pid=int(get("agent_pid")),
+            trace_blocks=environ.get(TRACE_VARIABLE) == "1",
         )
 
 

@@ -26,6 +26,7 @@ from elastic_train.coordinator.security import Tls
 from elastic_train.errors import EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
 from elastic_train.launch.environment import SECRET_VARIABLE, WorkerSettings
 from elastic_train.launch.versions import versions
+from elastic_train.telemetry.blocks import BlockTrace
 
 if TYPE_CHECKING:
     from elastic_train.training import Training
@@ -101,6 +102,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
         job.min_workers,
         ports,
         settings.leave_requested,
+        BlockTrace(job.run_dir, settings.identity, job.secret) if settings.trace_blocks else None,
     )
     if job.platform == "cuda":
         member.programs_are_complete(job.run_dir / "compiled", settings.identity)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from elastic_train.config import FaultConfig
 from elastic_train.errors import EXIT_REJOIN
-from elastic_train.jax_private import LiveDevices, fail_gloo_meeting
+from elastic_train.jax_private import BarrierTrace, LiveDevices, fail_gloo_meeting
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import (
     VOTE_SIZE,
@@ -40,6 +40,29 @@ class News(Protocol):
 
     def phase(self, name: str, step: int) -> None: ...
     def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool: ...
+
+
+class Trace(BarrierTrace, Protocol):
+    """Where a member writes what it does at barriers (`telemetry.blocks.BlockTrace`)."""
+
+    def begin(self, view: View) -> None: ...
+    def concluded(self, verdict: str, following: View | None, step: int | None) -> None: ...
+
+
+class Untraced:
+    """Writes nothing."""
+
+    def begin(self, view: View) -> None:
+        pass
+
+    def enter(self) -> None:
+        pass
+
+    def exit(self, nodes: Collection[int] | None) -> None:
+        pass
+
+    def concluded(self, verdict: str, following: View | None, step: int | None) -> None:
+        pass
 
 
 class MembersGone(Exception):
@@ -77,6 +100,7 @@ class Group:
       faults: time limits.
       sockets: this worker's gloo sockets on CPU; None where XLA cancels collectives itself.
       make_block: the block for a list of devices.
+      trace: told of every barrier, and of what is concluded from it.
     """
 
     def __init__(
@@ -88,12 +112,14 @@ class Group:
         news: News,
         faults: FaultConfig,
         sockets: GlooSockets | None,
-        make_block: Callable[[list[Device]], Block] = LiveDevices,
+        make_block: Callable[[list[Device], BarrierTrace], Block] = LiveDevices,
+        trace: Trace | None = None,
     ) -> None:
         self.me = me
         self.view = View(0, ())
         self._devices, self._specs, self._num_shards = devices, specs, num_shards
         self._news, self._faults, self._sockets, self._make_block = news, faults, sockets, make_block
+        self._trace = trace or Untraced()
         self._dead: set[int] = set()
         self._in_block = threading.Event()
         self._met = False
@@ -125,7 +151,8 @@ class Group:
         self._exchange = self._compiler.submit(Exchange, self.meeting, self.plan, self._specs, VOTE_SIZE)
         self._gathers: dict[int, Gather] = {}
         self.gather = self.gather_of(VOTE_SIZE + STANDING_SIZE)
-        self._block = self._make_block(devices)
+        self._trace.begin(view)
+        self._block = self._make_block(devices, self._trace)
         self._met = False
 
     def gather_of(self, width: int) -> Gather:
@@ -151,12 +178,15 @@ class Group:
             self._spread = self._compiler.submit(Spread, self.meeting, stripe)
         return self._spread.result()
 
-    def attempt(self, body: Callable[[], tuple[Any, np.ndarray]]) -> tuple[Commit | Retry | Shrink, Any]:
+    def attempt(
+        self, body: Callable[[], tuple[Any, np.ndarray]], step: int | None = None
+    ) -> tuple[Commit | Retry | Shrink, Any]:
         """Runs `body` in a block with all members.
 
         Args:
           body: returns (result, rows); each row begins with a member's control vector. It must block until
             what it computes is ready, and must not raise for reasons of the user's code (vote instead).
+          step: the step that is committed if the verdict is so; None if the block is for something else.
 
         Returns:
           The verdict, and the result (None unless everybody took part).
@@ -197,9 +227,11 @@ class Group:
             raise error  # nobody else can be the reason
         verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes)
         if isinstance(verdict, Fenced):
+            self._trace.concluded("fenced", None, step)
             leave(f"slot {self.me.slot}: the others go on without this worker (node {self.me.node})")
         if error is not None and not isinstance(verdict, Shrink):
             raise error
+        self._trace.concluded(type(verdict).__name__.lower(), getattr(verdict, "view", None), step)
         return verdict, outcome[0] if outcome else None
 
     def _first_meeting(self, body: Callable[[], Any]) -> Any:

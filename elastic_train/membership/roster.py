@@ -179,7 +179,8 @@ def _kill(turn: Turn, worker: Worker, reason: str) -> None:
 def _viewed(turn: Turn, worker: Worker, event: Viewed) -> None:
     """The members' agreement is what counts; the roster follows it."""
     view = event.view
-    if worker.identity not in view.members:
+    # One that the others have left behind, or that is no member yet, does not speak for them.
+    if not worker.member or worker.identity not in view.members:
         return
     tell = {worker.identity.node}
     if view.epoch > turn.roster.view.epoch:

@@ -91,7 +91,7 @@ class Stepper:
             self._phase("exchange")
             return self._group.exchange(sums, (Vote(vote.step, ok=False) if raised else vote).pack())
 
-        verdict, total = self._group.attempt(body)
+        verdict, total = self._group.attempt(body, step=state.step + 1)
         metrics: dict[str, float] = {}
         if isinstance(verdict, Commit):
             self._phase("update")

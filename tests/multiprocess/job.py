@@ -1,7 +1,8 @@
 """A real job under test: `elastic-train run` in a process of its own, watched through its run directory.
 
 Waits are for events with a deadline, and say what they waited for. Whatever happens, every process is gone at
-the end of the `with` block; whether they went by themselves is part of what is tested (`processes_left`).
+the end of the `with` block; whether they went by themselves is part of what is tested (`processes_left`). Then what
+the workers wrote at their barriers is checked: every fault test is a test of the barriers, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from elastic_train.launch.environment import TRACE_VARIABLE
+from elastic_train.telemetry.barriers import format_barriers, verify_barriers
+from elastic_train.telemetry.blocks import DIRECTORY
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTY = ROOT / "tests" / "multiprocess" / "recipes" / "faulty.py"
@@ -44,6 +49,7 @@ class Job:
       command: "run" or "coordinator".
       prefix: what the command is run by, as on a host of `network`.
       environ: variables besides.
+      program: how Python is told to run the command.
     """
 
     def __init__(
@@ -57,12 +63,13 @@ class Job:
         command: str = "run",
         prefix: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "elastic_train.cli"),
     ) -> None:
         self.run_dir = run_dir
         self._seen: dict[int, psutil.Process] = {}
-        line = [*prefix, sys.executable, "-m", "elastic_train.cli", command, str(recipe), "--workers", str(workers)]
+        line = [*prefix, sys.executable, *program, command, str(recipe), "--workers", str(workers)]
         environment = {**os.environ, "FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT)}
-        environment |= {"PACE_S": str(pace_s), **(environ or {})}
+        environment |= {"PACE_S": str(pace_s), TRACE_VARIABLE: "1", **(environ or {})}
         self._output = open(run_dir.with_suffix(".out"), "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*line, "--run-dir", str(run_dir), *options],
@@ -75,7 +82,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.note_processes()
         if self.process.poll() is None:
             self.process.kill()
@@ -84,6 +91,14 @@ class Job:
             if process.is_running():
                 process.kill()
         self._output.close()
+        if kind is None:
+            self.check_barriers()
+
+    def check_barriers(self) -> None:
+        """Every list that a barrier gave is valid, and all members drew the same conclusions."""
+        if any((self.run_dir / DIRECTORY).glob("*.jsonl")):
+            report = verify_barriers(self.run_dir)
+            assert not report.problems, format_barriers(report)
 
     # What it has written.
 
@@ -144,14 +159,14 @@ class Job:
 
         return self.wait_for(f"event {name} number {count} with {fields}", found)
 
-    def wait_members(self, *slots: int) -> dict[str, Any]:
+    def wait_members(self, *slots: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         """Waits until a step is committed by exactly these slots."""
 
         def committed() -> dict[str, Any] | None:
             lines = self.lines("ledger.jsonl")
             return lines[-1] if lines and lines[-1]["workers"] == list(slots) else None
 
-        return self.wait_for(f"a step committed by slots {slots}", committed)
+        return self.wait_for(f"a step committed by slots {slots}", committed, deadline_s)
 
     def finish(self, deadline_s: float = DEADLINE_S) -> int:
         """Waits for the end; returns the exit code."""

@@ -71,7 +71,9 @@ class Recorder:
 class Job:
     """A coordinator, its records, and the events its roster got; `answers` gives the actions for them."""
 
-    def __init__(self, num_slots: int = 4, keepalive_s: float = 5.0, stall_note_s: float = 30.0) -> None:
+    def __init__(
+        self, num_slots: int = 4, keepalive_s: float = 5.0, stall_note_s: float = 30.0, starts_per_slot: int = 2
+    ) -> None:
         self.events = Recorder()
         self.commits = Recorder()
         self.notes = Recorder()
@@ -82,7 +84,7 @@ class Job:
         self._agents: list[Agent] = []
         self._steps: set[int] = set()
         self.coordinator = Coordinator(
-            Limits(num_slots, num_nodes=2 * num_slots),
+            Limits(num_slots, num_nodes=starts_per_slot * num_slots),
             self,
             apply=self._apply,
             faults=FaultConfig(keepalive_s=keepalive_s),

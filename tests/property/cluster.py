@@ -4,7 +4,7 @@ Messages wait in one queue per stream and direction, and any queue may be served
 `group.requests` and `View` as the real ones do, around an idealised `live_devices` block: it ends when every
 node of the view that has no tombstone has entered it, and, if somebody is dead, when everyone has been told
 (a collective does not end by itself). Its outcome is fixed at one moment, but each member takes it over at a
-time of its own.
+time of its own. What each member does at its barriers is kept, and checked by `check_barriers`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from elastic_train.membership import semantics
 from elastic_train.membership.group import Identity, View, Vote, requests
 from elastic_train.membership.roster import Limits, Roster, WorkerState, apply
 from elastic_train.membership.roster_events import (
@@ -42,6 +43,7 @@ from elastic_train.membership.roster_events import (
     TimerOver,
     Tombstone,
     Viewed,
+    WorkerEvent,
 )
 
 NO_GOAL = 10**9
@@ -58,6 +60,9 @@ class Process:
     view: View | None = None
     told_dead: set[int] = field(default_factory=set)  # nodes of the present view
     outcome: tuple[str, View] | None = None  # of the block that has ended, not taken over yet
+    answer: frozenset[int] = frozenset()  # the nodes that the barrier of that block has named
+    barriers: list[semantics.Event] = field(default_factory=list)
+    num_blocks: int = 0  # of the present view
     candidates: tuple[Identity, ...] = ()
     asked_to_stop: bool = False
     wants_to_leave: bool = False
@@ -75,7 +80,8 @@ class Cluster:
         self.connected: set[str] = set()
         self.returning: set[str] = set()  # lost agents whose loss was reported: they may join again
         self.processes: dict[int, Process] = {}
-        self.tombstones: set[int] = set()
+        self.tombstones: dict[int, int] = {}  # by node: after how many moves
+        self.num_moves = 0
         self.up: dict[int | str, deque[Event]] = defaultdict(deque)
         self.down: dict[int | str, deque[Action]] = defaultdict(deque)
         self.timers: dict[str, float] = {}
@@ -94,6 +100,14 @@ class Cluster:
         before = self.roster
         self.roster, actions = apply(before, event)
         self.log.append(event)
+        if isinstance(event, WorkerEvent) and not before.is_living(event.identity):
+            # What old incarnations say changes nothing, whatever it is and whenever it comes.
+            assert (before.view, before.workers, before.agents) == (
+                self.roster.view,
+                self.roster.workers,
+                self.roster.agents,
+            )
+            assert (before.finishing, before.stopping) == (self.roster.finishing, self.roster.stopping)
         assert before.view == self.roster.view or before.view.epoch < self.roster.view.epoch
         assert not (before.ended and actions)
         for action in actions:
@@ -149,7 +163,7 @@ class Cluster:
                 if agent in self.connected:
                     self.down[agent].append(action)
             case Tombstone(identity):
-                self.tombstones.add(identity.node)
+                self.tombstones.setdefault(identity.node, self.num_moves)
             case Abort(_, tell) | Announce(tell) | Form(_, tell) | AskStop(tell):
                 for node in tell:
                     self.down[node].append(action)
@@ -165,15 +179,19 @@ class Cluster:
     def connect(self, agent: str) -> None:
         """An agent that comes back has ended what it had started before."""
         for process in self.processes.values():
-            if process.agent == agent:
-                process.alive = False
+            if process.agent == agent and process.alive:
+                self.end_process(process)
         self.returning.discard(agent)
         self.connected.add(agent)
         self.up[agent] = deque([AgentJoined(agent, self.agents[agent])])
         self.down[agent] = deque()
 
-    def die(self, process: Process, exit_code: int, traceback: str = "") -> None:
+    def end_process(self, process: Process) -> None:
         process.alive = False
+        process.barriers.append(semantics.Fail(self.num_moves))
+
+    def die(self, process: Process, exit_code: int, traceback: str = "") -> None:
+        self.end_process(process)
         if process.agent in self.connected:
             self.up[process.agent].append(Exited(process.identity, exit_code, traceback))
 
@@ -197,10 +215,18 @@ class Cluster:
             case Form(view, _):
                 assert process.phase == "waiting" and process.identity in view.members
                 process.phase, process.view = "member", view
+                self.enter(process)
             case AskStop(_, now, _) if not now:
                 process.asked_to_stop = True
             case AskStop() | Evict():
                 self.die(process, 0)
+
+    def enter(self, process: Process) -> None:
+        """It is in the next block of its view, and will arrive at its barrier."""
+        assert process.view is not None
+        barrier = (process.view, process.num_blocks)
+        process.num_blocks += 1
+        process.barriers.append(semantics.Enter(self.num_moves, frozenset(process.view.nodes), barrier))
 
     def living(self, *phases: str) -> list[Process]:
         return [p for p in self.processes.values() if p.alive and p.phase in phases]
@@ -263,6 +289,8 @@ class Cluster:
         inside = [self.processes[node] for node in view.nodes if node not in gone]
         for node in fenced:
             self.processes[node].doomed = True
+        for process in inside:
+            process.answer = frozenset(view.nodes) - gone
         if gone:
             for process in inside:
                 process.outcome = ("changed", view.without(gone))
@@ -298,12 +326,15 @@ class Cluster:
         assert process.outcome is not None
         kind, view = process.outcome
         process.outcome = None
+        process.barriers.append(semantics.Exit(self.num_moves, process.answer))
         queue = self.up[process.identity.node]
         queue.append(Stepped(process.identity, process.step))
         if kind == "changed":
-            process.view, process.told_dead = view, set()
+            process.view, process.told_dead, process.num_blocks = view, set(), 0
             queue.append(Viewed(process.identity, view, process.step))
-        elif kind != "same":
+        if kind in ("changed", "same"):
+            self.enter(process)
+        else:
             process.phase = "finished"
             queue.append(Finished(process.identity, kind))
         return True
@@ -328,6 +359,7 @@ class Cluster:
 
         Lost agents come back before the job would give up for the lack of members.
         """
+        self.num_moves += 1
         self.clock_s += self.random.random() * 0.05
         moves = [
             self.serve_up,
@@ -356,12 +388,30 @@ class Cluster:
         for process in self.living("member"):
             assert process.view is not None
             if process.identity.node not in self.tombstones:
-                assert self.tombstones & set(process.view.nodes) <= process.told_dead
+                assert set(self.tombstones) & set(process.view.nodes) <= process.told_dead
+
+    def check_barriers(self) -> None:
+        """Every list that a member got is valid."""
+        assert semantics.find_violation(self.histories()) is None
+
+    def histories(self) -> list[semantics.Process]:
+        """What each worker did at barriers. What zombies do after their tombstone counts in none."""
+        histories = []
+        for node, process in self.processes.items():
+            history = semantics.Process(node, tuple(process.barriers))
+            if node in self.tombstones:
+                history = semantics.without_fenced(history, self.tombstones[node])
+                if process.alive:
+                    failure = semantics.Fail(self.num_moves)
+                    history = semantics.Process(node, (*history.events, failure))
+            histories.append(history)
+        return histories
 
     def run(self, max_moves: int = 20_000) -> End:
         """Goes on until the job ends."""
         for _ in range(max_moves):
             if self.end is not None:
+                self.check_barriers()
                 return self.end
             self.move()
         raise AssertionError(f"no end after {max_moves} moves; the last ones: {self.log[-30:]}")
@@ -370,11 +420,15 @@ class Cluster:
 
     def fault(self) -> None:
         processes = [process for process in self.processes.values() if process.alive]
-        kind = self.random.choice(["kill", "kill", "kill", "silent", "leave", "raise", "fence", "lose", "return"])
+        kind = self.random.choice(
+            ["kill", "kill", "kill", "silent", "leave", "raise", "fence", "lose", "return", "stale", "stale"]
+        )
         if kind == "lose" and self.connected:
             self.lose_agent(self.random.choice(sorted(self.connected)))
         elif kind == "return" and self.returning:
             self.connect(self.random.choice(sorted(self.returning)))
+        elif kind == "stale":
+            self.say_again()
         elif processes:
             process = self.random.choice(processes)
             match kind:
@@ -388,6 +442,17 @@ class Cluster:
                     self.up[process.identity.node].append(Failed(process.identity, 3, False, False, "ValueError"))
                 case "fence":
                     self.fence(process)
+
+    def say_again(self) -> None:
+        """Something that a worker said, whose slot has a newer one or none, arrives late, or for a second time."""
+        said = [event for event in self.log if isinstance(event, WorkerEvent)]
+        stale = [event for event in said if not self.roster.is_living(event.identity)]
+        if stale:
+            event = self.random.choice(stale)
+            view = View.of(self.roster.view.epoch + 1, (event.identity,))
+            self.up["stale"].append(
+                self.random.choice([event, Viewed(event.identity, view, 7), Finished(event.identity, "done")])
+            )
 
     def fence(self, process: Process) -> None:
         """JAX's service takes a living member for dead; the barrier names the others only."""
@@ -403,8 +468,8 @@ class Cluster:
         self.connected.discard(agent)
         zombies = self.random.random() < 0.5
         for process in self.processes.values():
-            if process.agent == agent and not zombies:
-                process.alive = False
+            if process.agent == agent and process.alive and not zombies:
+                self.end_process(process)
         del self.down[agent]
         self.up[agent].append(AgentLost(agent))
 

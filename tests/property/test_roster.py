@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.membership.roster import Limits
 from elastic_train.membership.roster_events import Exited, Failed, Start
+from elastic_train.membership.semantics import Enter, Exit, Process, find_violation
 from tests.property.cluster import Cluster
 
 seeds = st.integers(0, 2**32 - 1)
@@ -46,6 +49,46 @@ def test_once_faults_stop_the_job_gets_done(
     end = cluster.run()
     assert (end.exit_code, end.status) == (0, "done")
     assert cluster.largest_view_since_faults >= cluster.roster.limits.min_workers
+
+
+def went_on_after(history: Process, barrier: object) -> bool:
+    """Whether it got a list of this barrier, and entered another one later."""
+    entered = [index for index, each in enumerate(history.events) if isinstance(each, Enter)]
+    return any(history.events[i].barrier == barrier for i in entered[:-1])  # type: ignore[union-attr]
+
+
+@given(seeds, st.integers(2, 5), st.integers(100, 400))
+@schedules(150)
+def test_a_list_that_leaves_out_a_member_that_goes_on_is_found_out(seed: int, num_slots: int, num_moves: int) -> None:
+    """Negative control of the check that ends every schedule: one barrier forgets one member, everywhere."""
+    cluster = cluster_of(seed, (num_slots, 1, 2))
+    disturb(cluster, num_moves, 0.02)
+    histories = cluster.histories()
+    assert find_violation(histories) is None
+    lists = {
+        (entry.barrier, reply.members)
+        for history in histories
+        for entry, reply in itertools.pairwise(history.events)
+        if isinstance(entry, Enter) and isinstance(reply, Exit)
+    }
+    went_on = [
+        (barrier, members, history.name)
+        for barrier, members in sorted(lists, key=str)
+        for history in histories
+        if history.name in members and went_on_after(history, barrier)
+    ]
+    if not went_on:
+        return
+    barrier, members, name = cluster.random.choice(went_on)
+    broken = []
+    for history in histories:
+        events = list(history.events)
+        for number, (entry, _) in enumerate(itertools.pairwise(history.events), start=1):
+            if isinstance(entry, Enter) and entry.barrier == barrier and isinstance(events[number], Exit):
+                events[number] = Exit(events[number].time, members - {name})
+        broken.append(Process(history.name, tuple(events)))
+    found = find_violation(broken)
+    assert found is not None and found.barrier == barrier
 
 
 @given(seeds, sizes, st.integers(0, 10))

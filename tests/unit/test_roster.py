@@ -285,6 +285,15 @@ def test_a_view_that_the_reporter_is_not_in_is_ignored() -> None:
     assert apply(roster, Viewed(A, View(7, (B, C)), 3)) == (roster, ())
 
 
+def test_a_view_of_one_that_is_no_member_is_ignored() -> None:
+    """Neither one that the members have left behind nor one that they have not admitted speaks for them."""
+    roster, _ = play(training(), Viewed(A, View(2, (A, B)), 5))
+    assert roster.is_living(C)
+    assert apply(roster, Viewed(C, View(9, (C,)), 8)) == (roster, ())
+    roster, joiner = with_joiner(training())
+    assert apply(roster, Viewed(joiner, View(9, (joiner,)), 8)) == (roster, ())
+
+
 def test_a_joiner_that_died_after_its_admission_is_reported_to_each_reporter() -> None:
     roster, joiner = with_joiner(training())
     roster, actions = play(roster, Exited(joiner, -9, ""))

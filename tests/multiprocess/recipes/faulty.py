@@ -4,6 +4,7 @@
 "gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
 exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is "kill", "die"
 (all workers may: an exit without a traceback), "raise", "exit" (sys.exit) or "interrupt" (KeyboardInterrupt).
+`DISARM` names a mechanism that this worker is to be without, so that a test can show that its tests would notice.
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
 happens once, or every time if "always" is true.
 """
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -22,6 +23,9 @@ from flax import nnx
 
 import elastic_train as et
 from elastic_train.chaos import places
+from elastic_train.membership import live
+from elastic_train.membership.abort_cpu import GlooSockets
+from elastic_train.membership.group import Fenced, Shrink, Vote
 
 SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
@@ -63,6 +67,27 @@ class Strikes(places.Interference):
             strike(where)
 
 
+def disarm(mechanism: str) -> None:
+    """Takes one of our own mechanisms away. The product has no switch for it."""
+    match mechanism:
+        case "gloo abort":
+            GlooSockets.abort = lambda self, node: None
+        case "vote":
+            unpack = Vote.unpack
+            Vote.unpack = lambda row: replace(unpack(row), ok=True)
+        case "fence":
+            # A member whose exchange failed while all are there goes on, as if somebody had died.
+            judge = live.judge
+            live.Group._await_a_death = lambda self, error: None
+            live.judge = lambda view, *more: (
+                Shrink(view.without(()), ()) if isinstance(verdict := judge(view, *more), Fenced) else verdict
+            )
+        case _:
+            raise ValueError(mechanism)
+
+
+if "DISARM" in os.environ:
+    disarm(os.environ["DISARM"])
 places.install(Strikes())
 
 
