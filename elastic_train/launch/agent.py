@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
-from elastic_train.launch.processes import WorkerProcesses
+from elastic_train.launch.processes import Exit, WorkerProcesses
 from elastic_train.launch.relay import Relay
 from elastic_train.membership.group import Identity
 
@@ -190,7 +190,8 @@ class Agent:
             case "start":
                 self._start(wire.identity_value(message.start.identity))
             case "kill":
-                self._workers.kill(wire.identity_value(message.kill.identity))
+                end = self._workers.dump_and_kill if message.kill.dump_stacks else self._workers.kill
+                end(wire.identity_value(message.kill.identity))
             case other:
                 raise ValueError(f"the coordinator sent {other!r}, which this version of the agent does not know")
 
@@ -202,7 +203,7 @@ class Agent:
             self._workers.start(identity, environment)
         except OSError:
             # The coordinator's budget of restarts decides what becomes of it, as of any other failed start.
-            self._report_exit(identity, CANNOT_START, traceback.format_exc(), time.time())
+            self._report_exit(identity, Exit(CANNOT_START, traceback.format_exc(), time.time()))
 
     def _say_farewell(self, call: _Stream) -> None:
         """Lets the coordinator read the exits that were just reported."""
@@ -222,10 +223,14 @@ class Agent:
         started = control_pb2.Started(identity=wire.identity_message(identity), pid=pid)
         self._outgoing.put(control_pb2.FromAgent(started=started))
 
-    def _report_exit(self, identity: Identity, exit_code: int, found: str, ended: float) -> None:
+    def _report_exit(self, identity: Identity, end: Exit) -> None:
         exited = control_pb2.Exited(
-            identity=wire.identity_message(identity), exit_code=exit_code, traceback=found, time=ended
+            identity=wire.identity_message(identity),
+            exit_code=end.exit_code,
+            traceback=end.traceback,
+            time=end.ended,
+            stuck_at=end.stuck_at,
         )
         self._outgoing.put(control_pb2.FromAgent(exited=exited))
-        if found and self.first_failure is None:
-            self.first_failure = Failure(identity, exit_code, found)
+        if end.traceback and self.first_failure is None:
+            self.first_failure = Failure(identity, end.exit_code, end.traceback)

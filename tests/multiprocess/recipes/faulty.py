@@ -2,16 +2,20 @@
 
 `FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}. `where` is "data" (while a shard is read),
 "gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
-exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is "kill", "die"
-(all workers may: an exit without a traceback), "raise", "exit" (sys.exit) or "interrupt" (KeyboardInterrupt).
+exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit), "evaluation" (while evaluation data is
+read), "shard" (on the device, after a shard was dispatched) or "start"; `what` is "kill", "die" (all workers may: an
+exit without a traceback), "raise", "exit" (sys.exit), "interrupt" (KeyboardInterrupt), "deadlock" (a lock that is
+never released), "hold" (C code that keeps the interpreter's lock), "slow" (for "seconds") or "endless" (a kernel).
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
 happens once, or every time if "always" is true.
 """
 
+import ctypes
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -23,6 +27,7 @@ from flax import nnx
 import elastic_train as et
 from elastic_train.membership.heal import Healer
 from elastic_train.step import reduce
+from elastic_train.step.local import LocalProgram
 
 SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
@@ -32,13 +37,14 @@ pending = [
     if fault["slot"] in (SLOT, -1) and fault.get("incarnation", 0) in (INCARNATION, -1)
 ]
 committed = 0
+LOCK = threading.Lock()
 # Seconds added to every step. A job that waits for a worker to come back then takes hundreds of steps, not thousands,
 # and the undisturbed run that it is compared with takes seconds.
 PACE_S = float(os.environ.get("PACE_S", "0"))
 
 
-def strike(where: str) -> None:
-    """Carries out the fault that is due here, if one is."""
+def strike(where: str) -> bool:
+    """Carries out the fault that is due here, if one is; returns whether it is an endless kernel."""
     for fault in list(pending):
         if fault["where"] != where or fault.get("step", -1) not in (committed, -1):
             continue
@@ -53,7 +59,33 @@ def strike(where: str) -> None:
             sys.exit("planned exit")
         if fault["what"] == "interrupt":
             raise KeyboardInterrupt
+        if fault["what"] == "deadlock":
+            with LOCK:
+                LOCK.acquire()
+        if fault["what"] == "hold":
+            ctypes.PyDLL(None).sleep(1_000_000)
+        if fault["what"] == "endless":
+            return True
+        if fault["what"] == "slow":
+            time.sleep(fault["seconds"])
+            continue
         raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
+    return False
+
+
+@jax.jit
+def never_ready(tree):
+    """`tree`, once a loop without an end has ended."""
+    count = jax.lax.while_loop(lambda count: count >= 0, lambda count: (count + 1) % 1000, 0)
+    return jax.tree.map(lambda leaf: leaf + count.astype(leaf.dtype), tree)
+
+
+def with_kernels(shard_sums):
+    def wrapped(self, *args):
+        sums = shard_sums(self, *args)
+        return never_ready(sums) if strike("shard") else sums
+
+    return wrapped
 
 
 def around(cls: type, before: str | None, after: str | None, name: str = "__call__") -> None:
@@ -73,6 +105,7 @@ def around(cls: type, before: str | None, after: str | None, name: str = "__call
 around(reduce.Gather, "gather", None)
 around(reduce.Exchange, "exchange", "barrier")
 around(Healer, "heal", None, "run")
+LocalProgram.shard_sums = with_kernels(LocalProgram.shard_sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +119,19 @@ class FaultyConfig(et.Config):
 class Source:
     """1000 samples of a fixed function."""
 
+    where = "data"
+
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        strike("data")
+        strike(self.where)
         x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
         return {"x": x, "y": np.float32(np.sin(x.sum()))}
+
+
+class EvaluationSource(Source):
+    where = "evaluation"
 
 
 class Net(nnx.Module):
@@ -126,7 +165,7 @@ class Faulty(et.Trainer):
         return Source()
 
     def eval_data(self) -> Source:
-        return Source()
+        return EvaluationSource()
 
     def on_step(self, event: et.StepCommitted) -> None:
         global committed
