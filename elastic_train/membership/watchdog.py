@@ -19,7 +19,7 @@ WAITING = ("reconcile", "heal", "pause", "gather", "exchange", "doubt", "barrier
 STEP = ("data", "compute", "update")
 """Phases of a step in which a member works by itself."""
 
-FIRST_STEP = ("ready", "compile")
+FIRST_STEP = ("prepare", "ready", "compile")
 """How an epoch begins: joiners come from `ready`."""
 
 EVALUATION = ("evaluate",)

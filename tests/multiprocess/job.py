@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Job:
       recipe, options: the command line.
       faults: what workers of `recipes/faulty.py` do to themselves.
       pace_s: how long its steps take at least.
+      environment: more of it, for example another platform.
     """
 
     def __init__(
@@ -51,19 +52,19 @@ class Job:
         workers: int = 3,
         faults: Sequence[dict[str, Any]] = (),
         pace_s: float = 0.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self._seen: dict[int, psutil.Process] = {}
         command = [sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
-        environment = {**os.environ, "FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT)}
-        environment["PACE_S"] = str(pace_s)
+        told = {"FAULTS": json.dumps(list(faults)), "PYTHONPATH": str(ROOT), "PACE_S": str(pace_s)}
         self._output = open(run_dir.with_suffix(".out"), "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, "--run-dir", str(run_dir), *options],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**os.environ, **told, **(environment or {})},
         )
 
     def __enter__(self) -> Job:

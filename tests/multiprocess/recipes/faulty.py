@@ -2,12 +2,13 @@
 
 `FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}. `where` is "data" (while a shard is read),
 "gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
-exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit), "evaluation" (while evaluation data is
-read), "shard" (on the device, after a shard was dispatched) or "start"; `what` is "kill", "die" (all workers may: an
-exit without a traceback), "raise", "exit" (sys.exit), "interrupt" (KeyboardInterrupt), "deadlock" (a lock that is
-never released), "hold" (C code that keeps the interpreter's lock), "slow" (for "seconds") or "endless" (a kernel).
+exchange, before the barrier), "heal" (in a transfer), "stripe" (when a part of one has arrived), "shard" (on the
+device, after a shard was dispatched), "hook" (after a commit), "evaluation" (while evaluation data is read) or "start";
+`what` is "kill", "die" (all workers may: an exit without a traceback), "raise", "exit" (sys.exit), "interrupt"
+(KeyboardInterrupt), "deadlock" (a lock that is never released), "hold" (C code that keeps the interpreter's lock),
+"slow" (for "seconds") or "endless" (a kernel; only for "shard").
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
-happens once, or every time if "always" is true.
+happens once, or every time if "always" is true; "after" says how often its place is passed before.
 """
 
 import ctypes
@@ -47,6 +48,9 @@ def strike(where: str) -> bool:
     """Carries out the fault that is due here, if one is; returns whether it is an endless kernel."""
     for fault in list(pending):
         if fault["where"] != where or fault.get("step", -1) not in (committed, -1):
+            continue
+        if fault.get("after", 0) > 0:
+            fault["after"] -= 1
             continue
         if not fault.get("always"):
             pending.remove(fault)
@@ -104,6 +108,7 @@ def around(cls: type, before: str | None, after: str | None, name: str = "__call
 
 around(reduce.Gather, "gather", None)
 around(reduce.Exchange, "exchange", "barrier")
+around(reduce.Spread, None, "stripe")
 around(Healer, "heal", None, "run")
 LocalProgram.shard_sums = with_kernels(LocalProgram.shard_sums)
 
@@ -114,6 +119,7 @@ class FaultyConfig(et.Config):
     batch_size: int = 48
     width: int = 32
     prefetch: int = 0  # a fault in reading data strikes in the step it is planned for
+    ballast_gb: int = 0  # makes the state so much larger
 
 
 class Source:
@@ -128,6 +134,18 @@ class Source:
         strike(self.where)
         x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
         return {"x": x, "y": np.float32(np.sin(x.sum()))}
+
+
+def carry_ballast(gigabytes: int) -> optax.GradientTransformation:
+    """Arrays of a gigabyte each that other members lack until they are healed: every step changes every number."""
+
+    def init(params):
+        return [jax.numpy.arange(2**28, dtype=jax.numpy.uint32) + number for number in range(gigabytes)]
+
+    def update(updates, state, params=None):
+        return updates, [array * jax.numpy.uint32(1664525) + jax.numpy.uint32(1013904223) for array in state]
+
+    return optax.GradientTransformation(init, update)
 
 
 class EvaluationSource(Source):
@@ -153,7 +171,8 @@ class Faulty(et.Trainer):
         return Net(self.config.width, rngs)
 
     def optimizer(self) -> optax.GradientTransformation:
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.schedule()))
+        ballast = [carry_ballast(self.config.ballast_gb)] * (self.config.ballast_gb > 0)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.schedule()), *ballast)
 
     def schedule(self) -> optax.Schedule:
         return optax.cosine_decay_schedule(1e-2, 3000)  # not the run's own length: runs of any length compare
