@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+MIN_STEP_TIMEOUT_S = 3.0
+"""Workers report twice a second, and a busy machine delays reports."""
+
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and the fix."""
@@ -101,6 +104,12 @@ class FaultConfig:
             self.step_timeout_s,
             f"must exceed faults.doubt_timeout_s ({self.doubt_timeout_s}), or members that wait for news of a death "
             "are taken for stuck",
+        )
+        require(
+            self.step_timeout_s >= MIN_STEP_TIMEOUT_S,
+            "faults.step_timeout_s",
+            self.step_timeout_s,
+            f"use at least {MIN_STEP_TIMEOUT_S:g} seconds, or workers whose reports are late are taken for stuck",
         )
         require(
             self.first_step_timeout_s >= self.step_timeout_s,
