@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+MIN_STEP_TIMEOUT_S = 3.0
+"""Workers report twice a second, and a busy machine delays reports."""
+
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and the fix."""
@@ -38,6 +41,15 @@ class FaultConfig:
       jax_heartbeat_timeout_s: JAX's own failure detection, the net below ours.
       coordinator_timeout_s: how long the agent of another host tries to reach the coordinator, at its start and
         after it has lost it.
+      step_timeout_s: how long reading data, computing or updating may take within one step, at least; a worker that
+        takes longer is killed and replaced.
+      step_timeout_factor: the same as a multiple of the median step time; the longer of the two counts.
+      first_step_timeout_s: the same in an epoch's beginning, where programs are compiled, and in its first step.
+      evaluate_timeout_s: how long one batch of an evaluation may take.
+      hook_timeout_s: how long an `on_...` hook may take, and what is written at the end.
+      straggler_factor: a worker whose own work takes this many times as long as the others' is reported.
+      evict_stragglers: kill and replace such a worker, too, if enough others are there.
+      max_evictions: how often one slot's worker is replaced for being slow.
     """
 
     max_restarts: int = 10
@@ -52,11 +64,19 @@ class FaultConfig:
     keepalive_s: float = 5.0
     jax_heartbeat_timeout_s: float = 60.0
     coordinator_timeout_s: float = 600.0
+    step_timeout_s: float = 120.0
+    step_timeout_factor: float = 10.0
+    first_step_timeout_s: float = 600.0
+    evaluate_timeout_s: float = 600.0
+    hook_timeout_s: float = 600.0
+    straggler_factor: float = 3.0
+    evict_stragglers: bool = False
+    max_evictions: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_restarts", "forgive_after_steps", "max_step_failures"):
+        for name in ("max_restarts", "forgive_after_steps", "max_step_failures", "max_evictions"):
             require(
-                getattr(self, name) >= (name != "max_restarts"),
+                getattr(self, name) >= (name not in ("max_restarts", "max_evictions")),
                 f"faults.{name}",
                 getattr(self, name),
                 "too small",
@@ -87,6 +107,27 @@ class FaultConfig:
             self.coordinator_timeout_s,
             f"must exceed twice faults.keepalive_s ({self.keepalive_s}), the time until a loss is noticed",
         )
+        require(
+            self.step_timeout_s > self.doubt_timeout_s,
+            "faults.step_timeout_s",
+            self.step_timeout_s,
+            f"must exceed faults.doubt_timeout_s ({self.doubt_timeout_s}), or members that wait for news of a death "
+            "are taken for stuck",
+        )
+        require(
+            self.step_timeout_s >= MIN_STEP_TIMEOUT_S,
+            "faults.step_timeout_s",
+            self.step_timeout_s,
+            f"use at least {MIN_STEP_TIMEOUT_S:g} seconds, or workers whose reports are late are taken for stuck",
+        )
+        require(
+            self.first_step_timeout_s >= self.step_timeout_s,
+            "faults.first_step_timeout_s",
+            self.first_step_timeout_s,
+            f"must be at least faults.step_timeout_s ({self.step_timeout_s}): a first step takes longer than others",
+        )
+        for name in ("step_timeout_factor", "straggler_factor"):
+            require(getattr(self, name) > 1, f"faults.{name}", getattr(self, name), "use a number above 1")
 
 
 @dataclass(frozen=True, kw_only=True)

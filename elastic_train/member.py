@@ -163,6 +163,7 @@ def run_member(training: Training, link: Coordinator, me: Identity, run_dir: Pat
 
 def _report_and_wait(link: Coordinator, result: Result) -> None:
     state = result.state
+    link.phase("end", state.step)
     digests = params_sha256(state), state_sha256(state)
     # The member that reports the steps may die before it has reported the last one, and no epoch follows.
     link.resend()

@@ -45,6 +45,9 @@ class Nobody:
     def phase(self, name: str, step: int) -> None:
         pass
 
+    def worked(self, seconds: float, num_shards: int) -> None:
+        pass
+
     def viewed(self, view: View, reason: str, gone: Any, came: Any, step: int, time: float) -> None:
         pass
 

@@ -127,6 +127,7 @@ class Recovery:
 
     def _reconcile(self) -> tuple[Agreement, list[Standing]] | Shrink:
         """All members say which state they hold."""
+        self._phase("compute")
         fingerprint = self._local.fingerprint(self._held.state)
         mine = Standing(
             self._held.state.step, self._held.state.samples, fingerprint, self._recipe.layout, self._held.counts
@@ -155,11 +156,14 @@ class Recovery:
         rank = self._group.rank
         receives = rank in agreement.receivers
         donor = standings[agreement.donors[0]]
-        self._phase("heal")
         spread = self._group.spread(self._recipe.healer.stripe)
 
+        def told(stripe: Any) -> Any:
+            self._phase("heal")
+            return spread(stripe)
+
         def body() -> tuple[Any, np.ndarray]:
-            arrays = self._recipe.healer.run(spread, self._held.state.arrays, agreement.donors, rank, receives)
+            arrays = self._recipe.healer.run(told, self._held.state.arrays, agreement.donors, rank, receives)
             return arrays, self._group.gather(Vote(self._held.state.step).pack() + [0] * STANDING_SIZE)
 
         verdict, arrays = self._group.attempt(body)

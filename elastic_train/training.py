@@ -80,7 +80,7 @@ class Training:
     ) -> None:
         self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
         self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
-        self._stepper = Stepper(group, recipe.local, recipe, recipe.batches, self._phase)
+        self._stepper = Stepper(group, recipe.local, recipe, recipe.batches, self._phase, outside.worked)
         self._held = Held(recipe.local.initial)
         self._recovery = Recovery(recipe, group, outside, self._held, self._phase)
         self._failure = ""
@@ -139,6 +139,7 @@ class Training:
     ) -> None:
         self._recovered = self._recovery.begin(view, died, left, came)
         me, step = self._group.me.slot, self.state.step
+        self._phase("hook")
         failure = self._trainer._epoch_begun(self._group.view, me, step, self._recovered)
         self._failure = self._failure or failure
 
@@ -217,6 +218,7 @@ class Training:
         self._last_commit = now
         self._metrics = {**self._metrics, **metrics}
         self._record = record
+        self._phase("hook")
         self._failure = self._trainer._step_committed(self.state.step, self.state.samples, metrics)
 
     def _send_record(self) -> None:
@@ -234,8 +236,7 @@ class Training:
         if evaluator is None or not due or self._record is None:
             return
         while True:
-            self._phase("evaluate")
-            verdict, means, failure = evaluator.attempt(self._group, self.state)
+            verdict, means, failure = evaluator.attempt(self._group, self.state, self._phase)
             if isinstance(verdict, Commit):
                 break
             if isinstance(verdict, Retry):

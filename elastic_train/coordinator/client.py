@@ -8,7 +8,7 @@ import time
 import traceback as traceback_module
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 
@@ -18,7 +18,8 @@ from elastic_train.membership.group import Identity, View
 
 HELLO_TIMEOUT_S = 30.0
 RECORDS_INTERVAL_S = 0.05
-PHASE_INTERVAL_S = 0.5
+REPORT_INTERVAL_S = 0.5
+"""How often a worker says where it is, whether that has changed or not: a watchdog listens."""
 CLOSE_TIMEOUT_S = 2.0
 MAX_RECORDS_PER_MESSAGE = 256
 
@@ -28,6 +29,22 @@ class _Call(Protocol):
 
     def __iter__(self) -> Iterator[control_pb2.ToWorker]: ...
     def cancel(self) -> bool: ...
+
+
+class _Place(NamedTuple):
+    """Where this worker is. `beats` counts how often it has said so."""
+
+    phase: str = ""
+    step: int = 0
+    beats: int = 0
+
+
+class _Work(NamedTuple):
+    """What this worker has done by itself so far."""
+
+    seconds: float = 0.0
+    num_shards: int = 0
+    num_steps: int = 0
 
 
 def _ignore(_: object) -> None:
@@ -77,8 +94,9 @@ class Link:
         self._records: list[str] = []
         self._records_due = 0.0
         self._recorded_step = 0
-        self._phase = self._sent_phase = ("", 0)
-        self._phase_due = 0.0
+        self._place = _Place()
+        self._work = _Work()
+        self._report_due = 0.0
         self._welcome = False
         self._formed: View | None = None
         self._lost: str | None = None
@@ -167,8 +185,15 @@ class Link:
             self._queue_records([text for _, text in self._unacknowledged], 0.0)
 
     def phase(self, name: str, step: int) -> None:
-        """Notes what this worker does now and how many steps it has committed. Costs next to nothing."""
-        self._phase = (name, step)
+        """Notes what this worker does now and how many steps it has committed; -1 says nothing of them. Costs next
+        to nothing. Whoever does one thing for long says so again with each part that is done."""
+        place = self._place
+        self._place = _Place(name, place.step if step < 0 else step, place.beats + 1)
+
+    def worked(self, seconds: float, num_shards: int) -> None:
+        """Notes that this worker's own part of a step, so many shards, has taken so long. Costs next to nothing."""
+        work = self._work
+        self._work = _Work(work.seconds + seconds, work.num_shards + num_shards, work.num_steps + 1)
 
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
         """User code raised. `fatal`: this worker leaves because of it."""
@@ -299,11 +324,12 @@ class Link:
                     return self._messages.popleft()
                 if self._closing:
                     return None
-                if self._phase != self._sent_phase and self._welcome and now >= self._phase_due:
+                if self._welcome and now >= self._report_due:
                     return self._progress([])
-                # `phase` does not wake this thread, so look again in time.
-                wait_s = self._records_due - now if self._records and self._welcome else PHASE_INTERVAL_S
-                self._changed.wait(min(wait_s, PHASE_INTERVAL_S))
+                wait_s = self._report_due - now if self._welcome else REPORT_INTERVAL_S
+                if self._records and self._welcome:
+                    wait_s = min(wait_s, self._records_due - now)
+                self._changed.wait(wait_s)
         return None
 
     def _take_records(self) -> list[str]:
@@ -312,7 +338,15 @@ class Link:
         return taken
 
     def _progress(self, records: list[str]) -> control_pb2.FromWorker:
-        self._sent_phase = name, step = self._phase
-        self._phase_due = time.monotonic() + PHASE_INTERVAL_S
-        progress = control_pb2.Progress(step=max(step, self._recorded_step), phase=name, records=records)
+        self._report_due = time.monotonic() + REPORT_INTERVAL_S
+        place, work = self._place, self._work
+        progress = control_pb2.Progress(
+            step=max(place.step, self._recorded_step),
+            phase=place.phase,
+            records=records,
+            beats=place.beats,
+            work_s=work.seconds,
+            num_shards=work.num_shards,
+            num_worked_steps=work.num_steps,
+        )
         return control_pb2.FromWorker(progress=progress)

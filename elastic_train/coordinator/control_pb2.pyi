@@ -75,14 +75,22 @@ class ViewChanged(_message.Message):
     def __init__(self, view: _Optional[_Union[View, _Mapping]] = ..., reason: _Optional[str] = ..., gone: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ..., came: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ..., step: _Optional[int] = ..., time: _Optional[float] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "phase", "records")
+    __slots__ = ("step", "phase", "records", "beats", "work_s", "num_shards", "num_worked_steps")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    BEATS_FIELD_NUMBER: _ClassVar[int]
+    WORK_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKED_STEPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     phase: str
     records: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, step: _Optional[int] = ..., phase: _Optional[str] = ..., records: _Optional[_Iterable[str]] = ...) -> None: ...
+    beats: int
+    work_s: float
+    num_shards: int
+    num_worked_steps: int
+    def __init__(self, step: _Optional[int] = ..., phase: _Optional[str] = ..., records: _Optional[_Iterable[str]] = ..., beats: _Optional[int] = ..., work_s: _Optional[float] = ..., num_shards: _Optional[int] = ..., num_worked_steps: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("step", "fatal", "startup", "traceback")
@@ -209,16 +217,18 @@ class Started(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Exited(_message.Message):
-    __slots__ = ("identity", "exit_code", "traceback", "time")
+    __slots__ = ("identity", "exit_code", "traceback", "time", "stuck_at")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
+    STUCK_AT_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     exit_code: int
     traceback: str
     time: float
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., exit_code: _Optional[int] = ..., traceback: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...
+    stuck_at: str
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., exit_code: _Optional[int] = ..., traceback: _Optional[str] = ..., time: _Optional[float] = ..., stuck_at: _Optional[str] = ...) -> None: ...
 
 class ToAgent(_message.Message):
     __slots__ = ("start", "kill", "shutdown", "welcome", "refused")
@@ -259,12 +269,14 @@ class StartWorker(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
 
 class KillWorker(_message.Message):
-    __slots__ = ("identity", "reason")
+    __slots__ = ("identity", "reason", "dump_stacks")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    DUMP_STACKS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     reason: str
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    dump_stacks: bool
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., reason: _Optional[str] = ..., dump_stacks: bool = ...) -> None: ...
 
 class Shutdown(_message.Message):
     __slots__ = ("exit_code", "reason")

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from statistics import median
 
 from elastic_train.coordinator import control_pb2
 from elastic_train.membership.group import Identity, View
+from elastic_train.membership.stragglers import Work
+
+NUM_STEP_TIMES = 32
+"""Over how many times of late the median step time is taken."""
 
 
-class Report(NamedTuple):
-    """The newest word of one worker."""
+@dataclass(frozen=True)
+class Report:
+    """The newest word of one worker. Times are seconds of the monotonic clock.
+
+    Attributes:
+      since: when it was first known to do what it does.
+      heard: when this arrived.
+    """
 
     step: int = 0
     phase: str = ""
+    beats: int = 0
+    work: Work = field(default_factory=Work)
+    since: float = 0.0
+    heard: float = 0.0
 
 
 class Reports:
@@ -23,15 +39,38 @@ class Reports:
     def __init__(self) -> None:
         self._newest: dict[int, Report] = {}
         self._quiet_since = time.monotonic()
+        self._furthest = (0, self._quiet_since)
+        self._step_times: deque[float] = deque(maxlen=NUM_STEP_TIMES)
 
-    def add(self, identity: Identity, step: int, phase: str) -> bool:
+    def add(self, identity: Identity, progress: control_pb2.Progress) -> bool:
         """Returns whether the worker's step has changed."""
+        now = time.monotonic()
         before = self._newest.get(identity.node)
-        self._newest[identity.node] = Report(step, phase)
-        changed = before is None or before.step != step
+        moves = before is None or before.beats != progress.beats
+        work = Work(progress.work_s, progress.num_shards, progress.num_worked_steps)
+        since = now if before is None or moves else before.since
+        self._newest[identity.node] = Report(progress.step, progress.phase, progress.beats, work, since, now)
+        changed = before is None or before.step != progress.step
         if changed:
             self.rest()
+            self._time_steps(progress.step, now)
         return changed
+
+    def _time_steps(self, step: int, now: float) -> None:
+        before, then = self._furthest
+        if step > before:
+            if before:  # what lies before the first report is no step
+                self._step_times.append((now - then) / (step - before))
+            self._furthest = step, now
+
+    @property
+    def step_time_s(self) -> float:
+        """The median step time of late; 0 if it is not known yet."""
+        return median(self._step_times) if self._step_times else 0.0
+
+    def of(self, identity: Identity) -> Report | None:
+        """A worker's newest report."""
+        return self._newest.get(identity.node)
 
     def rest(self) -> None:
         """Begins `quiet_s` anew: nothing is expected to happen now."""

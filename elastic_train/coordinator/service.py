@@ -22,6 +22,7 @@ from elastic_train.coordinator.loop import EventLoop
 from elastic_train.coordinator.rejections import Rejections
 from elastic_train.coordinator.reports import Reports, different_ends
 from elastic_train.coordinator.streams import Server, Stream
+from elastic_train.coordinator.watch import WATCH_INTERVAL_S, Paces, Watch
 from elastic_train.errors import last_error
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity
@@ -105,6 +106,8 @@ class Coordinator:
         self._keepalive_s = faults.keepalive_s
         self._ending: set[int] = set()
         self._reports = Reports()
+        self._watch = Watch(faults, self._reports, self._apply, self._note)
+        self._paces = Paces(faults, self._reports, limits.min_workers, self._apply, self._note)
         self._commits = Commits(self._loop, records, self._acknowledge, self._show_lost_records)
         self._finished: dict[int, control_pb2.Finished] = {}
         self._digests_differ = False
@@ -126,6 +129,7 @@ class Coordinator:
         )
         self.jax_address = self._jax.address
         self._loop.after("stall", stall_note_s, self._note_stall)
+        self._loop.after("watch", WATCH_INTERVAL_S, self._look)
         self._loop.start()
         self._server.start()
 
@@ -146,6 +150,7 @@ class Coordinator:
                     "incarnation": worker.identity.incarnation,
                     "state": str(worker.state),
                     "step": worker.step,
+                    "shard_time_s": self._paces.shard_time_s(worker.identity),
                 }
                 for slot, worker in sorted(roster.workers.items())
             ],
@@ -248,8 +253,10 @@ class Coordinator:
             case r.Start(agent, identity):
                 start = control_pb2.StartWorker(identity=wire.identity_message(identity))
                 self._tell_agent(agent, control_pb2.ToAgent(start=start))
-            case r.Kill(agent, identity, reason):
-                kill = control_pb2.KillWorker(identity=wire.identity_message(identity), reason=reason)
+            case r.Kill(agent, identity, reason, dump_stacks):
+                kill = control_pb2.KillWorker(
+                    identity=wire.identity_message(identity), reason=reason, dump_stacks=dump_stacks
+                )
                 self._tell_agent(agent, control_pb2.ToAgent(kill=kill))
             case r.Refuse(agent, slots, reason):
                 refused = control_pb2.SlotsRefused(slots=slots, reason=reason)
@@ -352,6 +359,7 @@ class Coordinator:
             case "view":
                 changed = message.view
                 view = wire.view_value(changed.view)
+                self._watch.viewed(view.epoch, changed.step)
                 self._apply(r.Viewed(identity, view, changed.step), reported_time=changed.time, reason=changed.reason)
             case "progress":
                 self._progress(stream, identity, message.progress)
@@ -401,7 +409,7 @@ class Coordinator:
             self._apply(r.Silent(identity, reason))
 
     def _progress(self, stream: Stream, identity: Identity, progress: control_pb2.Progress) -> None:
-        if self._reports.add(identity, progress.step, progress.phase):
+        if self._reports.add(identity, progress):
             self._apply(r.Stepped(identity, progress.step))
         # The summary is written at the end of the job; what comes later would not agree with it.
         if progress.records and self._end is None:
@@ -465,6 +473,12 @@ class Coordinator:
             quiet_s = 0.0
         self._loop.after("stall", max(0.0, self._stall_note_s - quiet_s), self._note_stall)
 
+    def _look(self) -> None:
+        if self._end is None:
+            self._watch.look(self.roster)
+            self._paces.look(self.roster)
+            self._loop.after("watch", WATCH_INTERVAL_S, self._look)
+
     # Agents, and the people behind them -----------------------------------------------------------
 
     def _from_agent(self, stream: Stream, message: control_pb2.FromAgent) -> None:
@@ -491,7 +505,7 @@ class Coordinator:
                         if not self._ending:
                             self._shut_down(self._end)
                     return
-                event = r.Exited(identity, exited.exit_code, exited.traceback)
+                event = r.Exited(identity, exited.exit_code, exited.traceback, exited.stuck_at)
                 self._apply(event, reported_time=exited.time)
 
     def _agent_hello(self, stream: Stream, hello: control_pb2.AgentHello) -> None:

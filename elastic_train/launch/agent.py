@@ -22,7 +22,7 @@ import grpc
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.security import PLAIN, Tls, open_channel
 from elastic_train.launch.environment import JaxRuntime
-from elastic_train.launch.processes import WorkerProcesses
+from elastic_train.launch.processes import Exit, WorkerProcesses
 from elastic_train.launch.relay import Relay
 from elastic_train.membership.group import Identity
 
@@ -277,7 +277,8 @@ class Agent:
             case "start":
                 self._start(wire.identity_value(message.start.identity))
             case "kill":
-                self._workers.kill(wire.identity_value(message.kill.identity))
+                end = self._workers.dump_and_kill if message.kill.dump_stacks else self._workers.kill
+                end(wire.identity_value(message.kill.identity))
             case "refused":
                 slots = ", ".join(map(str, message.refused.slots))
                 self._on_note(f"this host does not fill slots {slots}: {message.refused.reason}")
@@ -291,13 +292,13 @@ class Agent:
             self._num_living += 1
             leaving = self._leaving
         if leaving:  # it did not know that yet
-            self._report_exit(identity, 0, "", time.time())
+            self._report_exit(identity, Exit(0, "", time.time()))
             return
         try:
             self._workers.start(identity, self._environment(identity, self._jax))
         except OSError:
             # The coordinator's budget of restarts decides what becomes of it, as of any other failed start.
-            self._report_exit(identity, CANNOT_START, traceback.format_exc(), time.time())
+            self._report_exit(identity, Exit(CANNOT_START, traceback.format_exc(), time.time()))
 
     def _say_farewell(self, call: _Stream) -> None:
         """Lets the coordinator read the exits that were just reported."""
@@ -317,16 +318,20 @@ class Agent:
         started = control_pb2.Started(identity=wire.identity_message(identity), pid=pid)
         self._outgoing.put(control_pb2.FromAgent(started=started))
 
-    def _report_exit(self, identity: Identity, exit_code: int, found: str, ended: float) -> None:
+    def _report_exit(self, identity: Identity, end: Exit) -> None:
         exited = control_pb2.Exited(
-            identity=wire.identity_message(identity), exit_code=exit_code, traceback=found, time=ended
+            identity=wire.identity_message(identity),
+            exit_code=end.exit_code,
+            traceback=end.traceback,
+            time=end.ended,
+            stuck_at=end.stuck_at,
         )
         with self._lock:
             self._outgoing.put(control_pb2.FromAgent(exited=exited))
             self._num_living -= 1
             self._end_if_left()
-        if found and self.first_failure is None:
-            self.first_failure = Failure(identity, exit_code, found)
+        if end.traceback and self.first_failure is None:
+            self.first_failure = Failure(identity, end.exit_code, end.traceback)
 
     def _end_if_left(self) -> None:
         """Closes the stream after the last exit, which is what the coordinator waits for. Holds the lock."""

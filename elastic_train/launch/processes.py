@@ -13,15 +13,41 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from elastic_train.launch.stacks import DUMP_SIGNAL, user_frame
 from elastic_train.launch.tracebacks import first_traceback
 from elastic_train.membership.group import Identity
 
 KILL_LIMIT_S = 60.0
 """How long a process may take to go after SIGKILL. On a GPU with work in flight it takes some 0.3 s."""
 
+DUMP_LIMIT_S = 3.0
+"""How long a worker may take to dump its stacks and end by that, before it gets SIGKILL."""
+
+MAX_DUMP_BYTES = 1 << 20
+"""How much of a dump is looked at."""
+
 StartCallback = Callable[[Identity, int], None]
-ExitCallback = Callable[[Identity, int, str, float], None]
+
+
+class Exit(NamedTuple):
+    """The end of a worker process.
+
+    Attributes:
+      exit_code: negative for a signal.
+      traceback: the first one in its log, "" if there is none.
+      ended: seconds since the Unix epoch.
+      stuck_at: the user's innermost frame, if its stacks were dumped and show one.
+    """
+
+    exit_code: int
+    traceback: str
+    ended: float
+    stuck_at: str = ""
+
+
+ExitCallback = Callable[[Identity, Exit], None]
 
 
 class WorkerProcesses:
@@ -34,9 +60,8 @@ class WorkerProcesses:
       command: what a worker is started with.
       log_dir: gets `SLOT-INCARNATION.log` for every start.
       on_start: called with (identity, process id), before `on_exit` of the same worker can be.
-      on_exit: called with (identity, exit code, first traceback in the log, time in seconds since the Unix
-        epoch) from the thread that waited for this worker, once it is gone and the rest of its group has been
-        sent SIGKILL. The code of a signal is negative.
+      on_exit: called with (identity, its end) from the thread that waited for this worker, once it is gone and the
+        rest of its group has been sent SIGKILL.
     """
 
     def __init__(self, command: Sequence[str], log_dir: Path, on_start: StartCallback, on_exit: ExitCallback) -> None:
@@ -47,6 +72,7 @@ class WorkerProcesses:
         self._lock = threading.Lock()
         self._running: dict[Identity, subprocess.Popen[bytes]] = {}
         self._waiters: dict[Identity, threading.Thread] = {}
+        self._dumps: dict[Identity, int] = {}  # where in the log a dump begins
 
     def start(self, identity: Identity, environment: Mapping[str, str]) -> None:
         """Starts a worker. Raises OSError if that fails; then neither callback is called."""
@@ -84,6 +110,18 @@ class WorkerProcesses:
                 return False
             os.kill(self._running[identity].pid, number)
             return True
+
+    def dump_and_kill(self, identity: Identity) -> None:
+        """Has the worker dump the stacks of all its Python threads to its log, by which it ends, and kills it if it
+        has not done so within `DUMP_LIMIT_S`. Returns at once. Does nothing if it is gone."""
+        with self._lock:
+            if identity not in self._running:
+                return
+            self._dumps[identity] = self._log_size(identity)
+            os.kill(self._running[identity].pid, DUMP_SIGNAL)
+        limit = threading.Timer(DUMP_LIMIT_S, self.kill, (identity,))
+        limit.daemon = True
+        limit.start()
 
     def forward(self, number: signal.Signals) -> None:
         """Sends a signal to every worker, not to the processes it has started."""
@@ -123,9 +161,27 @@ class WorkerProcesses:
             found = first_traceback(self.log(identity))
         except OSError:  # removed, or the disk fails: that the worker is gone matters more
             found = ""
-        self._on_exit(identity, exit_code, found, ended)
+        self._on_exit(identity, Exit(exit_code, found, ended, self._stuck_at(identity)))
         with self._lock:
             del self._waiters[identity]
+
+    def _log_size(self, identity: Identity) -> int:
+        try:
+            return self.log(identity).stat().st_size
+        except OSError:  # removed; the dump, if any, is lost
+            return 0
+
+    def _stuck_at(self, identity: Identity) -> str:
+        with self._lock:
+            begin = self._dumps.pop(identity, None)
+        if begin is None:
+            return ""
+        try:
+            with self.log(identity).open("rb") as log:
+                log.seek(begin)
+                return user_frame(log.read(MAX_DUMP_BYTES).decode(errors="replace"))
+        except OSError:
+            return ""
 
 
 def _kill_group(leader: int) -> None:

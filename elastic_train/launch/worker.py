@@ -8,7 +8,6 @@ if __name__ == "__main__":
     # Before anything slow: an agent that dies while this process imports must not leave it behind.
     die_with_parent(int(os.environ["ELASTIC_TRAIN_AGENT_PID"]))
 
-import faulthandler
 import signal
 import socket
 import sys
@@ -25,6 +24,7 @@ from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
 from elastic_train.errors import EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
 from elastic_train.launch.environment import SECRET_VARIABLE, WorkerSettings
+from elastic_train.launch.stacks import install_dumps
 from elastic_train.launch.versions import versions
 from elastic_train.telemetry.blocks import BlockTrace
 
@@ -115,7 +115,7 @@ def _install_signal_handlers(leave_requested: threading.Event) -> None:
     # Ctrl-C reaches the agent, which knows what it means; this process has a session of its own.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: leave_requested.set())
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    install_dumps()
 
 
 def _leave(exit_code: int, reason: str) -> NoReturn:

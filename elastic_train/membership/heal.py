@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from elastic_train.state import Device, PyTree, as_bytes, from_bytes
-from elastic_train.step.reduce import Spread
 
 STRIPE_BYTES = 64 << 20
 """What one donor sends at a time."""
@@ -83,10 +82,18 @@ class Healer:
     def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(self._device))
 
-    def run(self, spread: Spread, state: PyTree, donors: Sequence[int], rank: int, receives: bool) -> PyTree:
+    def run(
+        self,
+        spread: Callable[[jax.Array], Sequence[jax.Array]],
+        state: PyTree,
+        donors: Sequence[int],
+        rank: int,
+        receives: bool,
+    ) -> PyTree:
         """Returns the donors' state on a receiver, and `state` itself on everybody else. Blocks until done.
 
-        All members call it, in one block. A receiver's own arrays stay as they are until the caller drops them.
+        All members call it, in one block; `spread` is theirs (`step.reduce.Spread`). A receiver's own arrays stay as
+        they are until the caller drops them.
         """
         leaves = self._treedef.flatten_up_to(state)
         turn = donors.index(rank) if rank in donors else 0

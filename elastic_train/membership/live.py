@@ -8,8 +8,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -33,6 +33,8 @@ from elastic_train.membership.reconcile import STANDING_SIZE
 from elastic_train.state import Device
 from elastic_train.step.plan import finish
 from elastic_train.step.reduce import Exchange, Gather, Meeting, Spread
+
+Compiled = TypeVar("Compiled")
 
 
 class News(Protocol):
@@ -170,13 +172,18 @@ class Group:
     @property
     def exchange(self) -> Exchange:
         """The step's exchange between the members of this epoch."""
-        return self._exchange.result()
+        return self._compiled(self._exchange)
 
     def spread(self, stripe: int) -> Spread:
         """The transfer of stripes between the members of this epoch."""
         if self._spread is None:
             self._spread = self._compiler.submit(Spread, self.meeting, stripe)
-        return self._spread.result()
+        return self._compiled(self._spread)
+
+    def _compiled(self, program: Future[Compiled]) -> Compiled:
+        if not program.done():
+            self._news.phase("compile", -1)
+        return program.result()
 
     def attempt(
         self, body: Callable[[], tuple[Any, np.ndarray]], step: int | None = None

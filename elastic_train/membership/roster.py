@@ -34,6 +34,7 @@ from elastic_train.membership.roster_events import (
     Stepped,
     StopAsked,
     TimerOver,
+    Unfit,
     Viewed,
     WorkerEvent,
 )
@@ -101,6 +102,8 @@ def _worker_event(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
             _finished(turn, worker, event)
         case Silent():
             _kill(turn, worker, event.reason)
+        case Unfit():
+            _kill(turn, worker, event.reason, event.kind)
         case Exited():
             exited(turn, worker, event)
         case _:
@@ -109,7 +112,7 @@ def _worker_event(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
 
 def _strayed(turn: Turn, event: WorkerEvent) -> None:
     """An event of a start that is over. News of its process is ignored; its connection is told to exit."""
-    if isinstance(event, Exited | Silent | Started):
+    if isinstance(event, Exited | Silent | Unfit | Started):
         return
     worker = turn.roster.workers.get(event.identity.slot)
     if worker is None:
@@ -162,12 +165,14 @@ def _stepped(turn: Turn, worker: Worker, event: Stepped) -> None:
         turn.set_slot(worker.identity.slot, failures=0)
 
 
-def _kill(turn: Turn, worker: Worker, reason: str) -> None:
+def _kill(turn: Turn, worker: Worker, reason: str, kind: str = "stopped") -> None:
     """The process must be gone before its node is declared dead: `Exited` or `AgentLost` does the rest."""
-    turn.emit(Kill(worker.agent, worker.identity, reason))
+    # One that does not answer at all would not dump its stacks either.
+    turn.emit(Kill(worker.agent, worker.identity, reason, dump_stacks=kind == "stuck"))
     turn.note(
         "worker_killed",
         f"{title(worker.identity)}: {reason}: killed",
+        kind=kind,
         reason=reason,
         **worker.identity._asdict(),
     )
@@ -325,6 +330,7 @@ def _too_long(turn: Turn, kind: str, slot: int, incarnation: int) -> None:
             turn,
             worker,
             f"slot {slot} was not ready {timeout_s:g} s after its start (faults.start_timeout_s)",
+            "stuck",
         )
 
 

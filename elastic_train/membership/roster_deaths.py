@@ -16,6 +16,8 @@ def exited(turn: Turn, worker: Worker, event: Exited) -> None:
     reason = f"exit code {event.exit_code}"
     if event.exit_code == EXIT_USER_CODE:
         reason += ", because its code raised"
+    if event.stuck_at:
+        reason += f", stuck at {event.stuck_at}"
     turn.set_slot(slot, exit_code=event.exit_code)
     bury(turn, (worker,), event.exit_code, reason, _news_of(turn, slot, event.traceback))
     if worker.agent in turn.roster.leaving:

@@ -92,12 +92,22 @@ class Silent:
 
 
 @dataclass(frozen=True)
+class Unfit:
+    """The worker is connected but of no use: `kind` is "stuck" or "slow"."""
+
+    identity: Identity
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Exited:
-    """The worker's process is gone, for certain."""
+    """The worker's process is gone, for certain. `stuck_at`: the user's innermost frame, if its stacks were dumped."""
 
     identity: Identity
     exit_code: int
     traceback: str
+    stuck_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class StopAsked:
     reason: str
 
 
-WorkerEvent = Started | Hello | Ready | Viewed | Stepped | Failed | Finished | Silent | Exited
+WorkerEvent = Started | Hello | Ready | Viewed | Stepped | Failed | Finished | Silent | Unfit | Exited
 
 Event = AgentJoined | AgentLost | AgentLeaving | TimerOver | StopAsked | WorkerEvent
 
@@ -132,11 +142,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Kill:
-    """Tell `agent` to SIGKILL this worker; `Exited` follows."""
+    """Tell `agent` to SIGKILL this worker, after its stacks were dumped to its log if that is asked for; `Exited`
+    follows."""
 
     agent: str
     identity: Identity
     reason: str
+    dump_stacks: bool = False
 
 
 @dataclass(frozen=True)

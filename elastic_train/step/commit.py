@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Stepper:
       data: gives a shard's samples.
       batches: how a step's batch is cut.
       phase: told what is being done, for the display and for whoever looks for a stuck worker.
+      worked: told how many seconds this member's part of a step took, and how many shards that was.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class Stepper:
         data: Shards,
         batches: Batches,
         phase: Callable[[str], None],
+        worked: Callable[[float, int], None],
     ) -> None:
         self._group, self._local, self._data = group, local, data
-        self._batches, self._phase = batches, phase
+        self._batches, self._phase, self._worked = batches, phase, worked
 
     def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
         """Tries the step that follows `state`, once. In this order:
@@ -88,8 +91,9 @@ class Stepper:
 
         def body() -> tuple[Flats, np.ndarray]:
             sums = self._partial_sums(state, raised)
+            exchange = self._group.exchange
             self._phase("exchange")
-            return self._group.exchange(sums, (Vote(vote.step, ok=False) if raised else vote).pack())
+            return exchange(sums, (Vote(vote.step, ok=False) if raised else vote).pack())
 
         verdict, total = self._group.attempt(body, step=state.step + 1)
         metrics: dict[str, float] = {}
@@ -101,7 +105,8 @@ class Stepper:
         return Outcome(verdict, state, metrics, raised[0] if raised else "")
 
     def _partial_sums(self, state: TrainState, raised: list[str]) -> list[Flats]:
-        self._phase("local")
+        began = time.monotonic()
+        self._phase("data")
         plan = self._group.plan
         run = run_of(plan.num_shards, plan.num_members, self._group.rank)
         if raised:
@@ -114,14 +119,21 @@ class Stepper:
             ]
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.
-            return jax.block_until_ready(sums)
+            # And whoever says that it waits for the others has done its part, an endless kernel included.
+            self._phase("compute")
+            jax.block_until_ready(sums)
+            self._worked(time.monotonic() - began, len(run))
+            return sums
         except (Exception, SystemExit) as error:
             error.add_note(f"in step {state.step + 1}")
             raised.append(traceback.format_exc())
             return [self._local.zeros()]
 
     def _shard(self, state: TrainState, shard: int) -> Flats:
-        batch = self._local.put(*self._data.read(state.samples, shard))
+        self._phase("data")
+        samples = self._data.read(state.samples, shard)
+        self._phase("compute")
+        batch = self._local.put(*samples)
         try:
             return self._local.shard_sums(state, batch, shard)
         except Exception as error:

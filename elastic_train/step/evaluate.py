@@ -34,8 +34,10 @@ class Evaluator:
         self._local, self._read, self._num_samples, self._rows = local, read, num_samples, rows
         self.num_batches = -(-num_samples // rows)
 
-    def attempt(self, group: Group, state: TrainState) -> tuple[Commit | Retry | Shrink, dict[str, float], str]:
-        """Evaluates once with the current members.
+    def attempt(
+        self, group: Group, state: TrainState, phase: Callable[[str], None]
+    ) -> tuple[Commit | Retry | Shrink, dict[str, float], str]:
+        """Evaluates once with the current members. `phase` is told what is being done, with every batch anew.
 
         Returns the verdict; the means, if it is `Commit`; and the traceback of this worker's code, if that raised.
         """
@@ -50,11 +52,15 @@ class Evaluator:
             sums = np.zeros((per_member, len(names), 2), np.float64)
             try:
                 for place, number in enumerate(range(group.rank, self.num_batches, members)):
+                    phase("evaluate")
                     sums[place] = self._batch_sums(state, number)
             except (Exception, SystemExit):
                 raised.append(traceback.format_exc())
             row = Vote(state.step, ok=not raised).pack() + sums.view(np.int32).ravel().tolist()
-            rows = group.gather_of(len(row))(row)
+            phase("compile")
+            gather = group.gather_of(len(row))
+            phase("gather")
+            rows = gather(row)
             shape = (members, per_member, len(names), 2)
             table = np.ascontiguousarray(rows[:, VOTE_SIZE:]).view(np.float64).reshape(shape)
             return table, rows

@@ -20,8 +20,9 @@ class Fault:
     """One fault. Times are seconds; None where the job ended before the value was known.
 
     Attributes:
-      kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed) or
-        "raised" (user code raised, the step was tried again, nobody died).
+      kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed), "stuck" (it
+        held up the others for too long, so it was killed), "slow" (a straggler that was replaced) or "raised" (user
+        code raised, the step was tried again, nobody died).
       slot: whose.
       step: the completed steps of the members at that time; the last step known of a worker that was no member.
       began: Unix time at which the agent saw the exit, or the raise was noted. Nobody sees when a worker falls
@@ -97,7 +98,7 @@ def find_faults(
     """
     departures = _departures(events)
     finished: set[tuple[int, int]] = set()
-    silenced: dict[tuple[int, int], float] = {}
+    silenced: dict[tuple[int, int], Event] = {}
     raising: set[tuple[int, int]] = set()
     deaths: dict[int, list[int]] = {}
     for index, event in enumerate(events):
@@ -111,7 +112,7 @@ def find_faults(
         if name == "worker_finished":
             finished.add(_worker(event))
         elif name == "worker_killed":
-            silenced.setdefault(_worker(event), event["time"])
+            silenced.setdefault(_worker(event), event)
         elif name == "user_code_failed" and (event.get("fatal") or event.get("startup")):
             raising.add(_worker(event))
         elif name == "user_code_failed":
@@ -121,12 +122,13 @@ def find_faults(
             # Once a member has finished, the others are told to end.
             if _worker(event) in finished or (finished and not is_member):
                 continue
+            killed = silenced.get(_worker(event))
             # A worker may have been dead already when its silence was noticed.
-            was_silenced = moment(event) >= silenced.get(_worker(event), math.inf)
-            kind = "stopped" if was_silenced else _kind(event)
+            was_silenced = killed is not None and moment(event) >= killed["time"]
+            kind = killed.get("kind", "stopped") if killed and was_silenced else _kind(event)
             departure = _claim(departures, event["slot"], index, deaths[event["slot"]])
             # Neither of a worker that did not answer nor of one whose agent is gone does anybody know since when.
-            is_silent = was_silenced or event.get("exit_code") is None
+            is_silent = (was_silenced and kind != "slow") or event.get("exit_code") is None
             began = _last_sign(events, departure, step_time_s) if is_silent and departure else None
             fault = _death(events, index, kind, departure, is_member, began)
             faults.append(replace(fault, cause="raised") if _worker(event) in raising else fault)

@@ -11,6 +11,8 @@ _KINDS = {
     "killed": "was killed",
     "exited": "exited",
     "stopped": "did not answer and was killed",
+    "stuck": "was stuck and was killed",
+    "slow": "was too slow and was replaced",
 }
 
 

@@ -21,8 +21,8 @@ def live_status(run_dir: Path) -> dict[str, Any]:
 
     - `status`: running, done, stopped, failed or gave_up; "broken_off" if it has ended without saying how
     - `generation`, `epoch`, `step`, `total_steps` (None if unknown), `members` (slots)
-    - `workers`: a list of `slot`, `pid`, `host`, `incarnation`, `state` (starting, warming, ready, member or dead)
-      and `step`
+    - `workers`: a list of `slot`, `pid`, `host`, `incarnation`, `state` (starting, warming, ready, member or dead),
+      `step`; from the coordinator also `shard_time_s`, the seconds its own work takes per shard, None if unknown
 
     The coordinator is asked. If the job has ended, or nobody answers at its address, the files say what was
     last known, with all workers dead. If it is there but does not answer in time, their last known states.

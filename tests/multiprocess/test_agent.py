@@ -63,9 +63,10 @@ class FakeCoordinator(control_pb2_grpc.ControlServicer):
         identity = control_pb2.Identity(slot=slot, incarnation=incarnation, node=node)
         self.orders.put(control_pb2.ToAgent(start=control_pb2.StartWorker(identity=identity)))
 
-    def kill(self, slot: int, incarnation: int = 0, node: int = 1) -> None:
+    def kill(self, slot: int, incarnation: int = 0, node: int = 1, dump_stacks: bool = False) -> None:
         identity = control_pb2.Identity(slot=slot, incarnation=incarnation, node=node)
-        self.orders.put(control_pb2.ToAgent(kill=control_pb2.KillWorker(identity=identity, reason="test")))
+        kill = control_pb2.KillWorker(identity=identity, reason="test", dump_stacks=dump_stacks)
+        self.orders.put(control_pb2.ToAgent(kill=kill))
 
     def shutdown(self, exit_code: int = 0) -> None:
         message = control_pb2.Shutdown(exit_code=exit_code, reason="done")
@@ -432,3 +433,44 @@ def test_a_lost_coordinator_is_sought_again(tmp_path: Path, monkeypatch: pytest.
     finally:
         agent.close(LIMIT_S)
         first.close()
+
+
+STUCK = """
+import ctypes, threading
+from elastic_train.launch.stacks import install_dumps
+install_dumps()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def never_back():
+    print("stuck", flush=True)
+    ctypes.PyDLL(None).sleep(600)
+never_back()
+"""
+
+
+def test_a_stuck_worker_writes_the_stacks_of_all_threads_before_it_ends(coordinator, agents, tmp_path) -> None:
+    """It keeps the interpreter's lock, so no Python code of its own can run."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    agents("", [sys.executable, str(script)])
+    coordinator.start(0)
+    coordinator.report("started")
+    wait_for_text(tmp_path / "0-0.log")
+    coordinator.kill(0, dump_stacks=True)
+    exited = coordinator.report("exited")
+    assert exited.exit_code == -signal.SIGUSR2
+    assert exited.stuck_at == f"{script}:8 in never_back"
+    assert exited.traceback == ""
+    log = (tmp_path / "0-0.log").read_text()
+    assert log.count("(most recent call first):") == 2
+    assert "in wait" in log and "in never_back" in log
+
+
+def test_a_worker_that_does_not_dump_is_killed_all_the_same(coordinator, agents, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("elastic_train.launch.processes.DUMP_LIMIT_S", 0.1)
+    agents("import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(1, flush=True); time.sleep(600)")
+    coordinator.start(1)
+    coordinator.report("started")
+    wait_for_text(tmp_path / "1-0.log")
+    coordinator.kill(1, dump_stacks=True)
+    exited = coordinator.report("exited")
+    assert (exited.exit_code, exited.stuck_at) == (-signal.SIGKILL, "")

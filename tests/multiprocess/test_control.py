@@ -191,7 +191,7 @@ def test_what_a_worker_tells_becomes_events(job: Job) -> None:
     view = View(3, (me,))
     link.ready()
     link.viewed(view, "formed", (), (me,), 7, 5.5)
-    link.phase("local", 7)
+    link.phase("compute", 7)
     job.events.expect(r.Ready(me))
     job.events.expect(r.Viewed(me, view, 7))
     job.events.expect(r.Stepped(me, 7))
@@ -203,7 +203,17 @@ def test_what_a_worker_tells_becomes_events(job: Job) -> None:
         "generation": 0,
         "epoch": 3,
         "step": 7,
-        "workers": [{"slot": 0, "pid": 1001, "host": "here", "incarnation": 0, "state": "warming", "step": 0}],
+        "workers": [
+            {
+                "slot": 0,
+                "pid": 1001,
+                "host": "here",
+                "incarnation": 0,
+                "state": "warming",
+                "step": 0,
+                "shard_time_s": None,
+            }
+        ],
     }
 
 

@@ -42,6 +42,7 @@ from elastic_train.membership.roster_events import (
     StopAsked,
     TimerOver,
     Tombstone,
+    Unfit,
     Viewed,
     WorkerEvent,
 )
@@ -421,7 +422,7 @@ class Cluster:
     def fault(self) -> None:
         processes = [process for process in self.processes.values() if process.alive]
         kind = self.random.choice(
-            ["kill", "kill", "kill", "silent", "leave", "raise", "fence", "lose", "return", "stale", "stale"]
+            ["kill", "kill", "kill", "silent", "unfit", "leave", "raise", "fence", "lose", "return", "stale", "stale"]
         )
         if kind == "lose" and self.connected:
             self.lose_agent(self.random.choice(sorted(self.connected)))
@@ -436,6 +437,8 @@ class Cluster:
                     self.die(process, -9)
                 case "silent":
                     self.up[process.identity.node].append(Silent(process.identity, "keepalive ran out"))
+                case "unfit":  # comes from the coordinator itself, so it may concern a worker that is gone
+                    self.feed(Unfit(process.identity, "stuck", "too long in 'data'"))
                 case "leave":
                     process.wants_to_leave = True
                 case "raise":

@@ -187,6 +187,25 @@ def test_range_errors_come_from_the_config_itself():
     assert error_of(overrides=["widths="]).startswith("widths = ()")
 
 
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        (("doubt_timeout_s=130",), "step_timeout_s = 120.0: must exceed faults.doubt_timeout_s (130.0)"),
+        (("step_timeout_s=700",), "first_step_timeout_s = 600.0: must be at least faults.step_timeout_s (700.0)"),
+        (
+            ("keepalive_s=0.5", "doubt_timeout_s=2", "step_timeout_s=2.5"),
+            "step_timeout_s = 2.5: use at least 3 seconds",
+        ),
+        (("step_timeout_factor=1",), "step_timeout_factor = 1.0: use a number above 1"),
+        (("straggler_factor=0.5",), "straggler_factor = 0.5: use a number above 1"),
+        (("max_evictions=-1",), "max_evictions = -1"),
+    ],
+)
+def test_time_limits_in_the_wrong_order(settings, wrong):
+    message = error_of(overrides=[f"faults.{setting}" for setting in settings])
+    assert message.startswith(f"faults.{wrong}")
+
+
 @pytest.mark.parametrize(("text", "line"), [("steps = 3\nseed = = 4\n", 2), ("steps = 3\nseed =", 2)])
 def test_toml_syntax_errors_name_file_and_line(tmp_path, text, line):
     message = error_of(write(tmp_path, text))

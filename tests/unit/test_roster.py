@@ -37,6 +37,7 @@ from elastic_train.membership.roster_events import (
     StopAsked,
     TimerOver,
     Tombstone,
+    Unfit,
     Viewed,
 )
 
@@ -397,6 +398,23 @@ def test_a_silent_worker_is_killed_before_it_is_declared_dead() -> None:
     assert quiet(actions) == [Kill("host", B, "keepalive ran out")]
     _, actions = play(roster, Exited(B, -9, ""))
     assert quiet(actions)[:2] == [Tombstone(B), Abort(B, (1, 3))]
+
+
+@pytest.mark.parametrize(("kind", "dumps"), [("stuck", True), ("slow", False)])
+def test_an_unfit_worker_is_killed_like_a_silent_one(kind: str, dumps: bool) -> None:
+    roster, actions = play(training(), Unfit(B, kind, "too long in 'data'"))
+    assert quiet(actions) == [Kill("host", B, "too long in 'data'", dump_stacks=dumps)]
+    assert notes(actions)["worker_killed"].fields["kind"] == kind
+    roster, actions = play(roster, Exited(B, -12, "", stuck_at="loss.py:7 in load"))
+    assert quiet(actions)[:2] == [Tombstone(B), Abort(B, (1, 3))]
+    assert notes(actions)["worker_died"].fields["reason"] == "exit code -12, stuck at loss.py:7 in load"
+    assert quiet(play(roster, Unfit(B, kind, "again"))[1]) == []
+
+
+def test_a_worker_that_is_not_ready_in_time_dumps_its_stacks() -> None:
+    _, actions = play(started(), TimerOver("start/1/0"))
+    (kill,) = quiet(actions)
+    assert isinstance(kill, Kill) and kill.identity == B and kill.dump_stacks
 
 
 def test_a_lost_agent_takes_its_workers_with_it_until_it_comes_back() -> None:

@@ -23,8 +23,9 @@ def died(time: float, slot: int, **fields: Any) -> dict[str, Any]:
     return {"event": "worker_died", "time": time, "slot": slot, **base, **fields}
 
 
-def killed(time: float, slot: int) -> dict[str, Any]:
-    return {"event": "worker_killed", "time": time, "slot": slot, "incarnation": 0, "node": slot + 1}
+def killed(time: float, slot: int, kind: str | None = None) -> dict[str, Any]:
+    about = {"event": "worker_killed", "time": time, "slot": slot, "incarnation": 0, "node": slot + 1}
+    return about | ({} if kind is None else {"kind": kind})
 
 
 def abort(time: float, slot: int, node: int | None = None) -> dict[str, Any]:
@@ -193,8 +194,13 @@ def test_kinds():
         died(103, 3, exit_code=None),
         killed(104.2, 4),
         died(104.3, 4, reported_time=104.0),  # its silence was noticed before its exit
+        killed(105, 5, kind="stuck"),
+        died(105.1, 5, exit_code=-12),
+        killed(106, 6, kind="slow"),
+        died(106.1, 6),
     ]
-    assert [f["kind"] for f in faults_of(*events)] == ["exited", "stopped", "killed", "killed", "killed"]
+    kinds = ["exited", "stopped", "killed", "killed", "killed", "stuck", "slow"]
+    assert [f["kind"] for f in faults_of(*events)] == kinds
 
 
 def test_a_worker_that_was_no_member_cost_no_step():

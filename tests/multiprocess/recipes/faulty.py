@@ -2,17 +2,22 @@
 
 `FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}. `where` is "data" (while a shard is read),
 "gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
-exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is "kill", "die"
-(all workers may: an exit without a traceback), "raise", "exit" (sys.exit) or "interrupt" (KeyboardInterrupt).
-`DISARM` names a mechanism that this worker is to be without, so that a test can show that its tests would notice.
+exchange, before the barrier), "heal" (in a transfer), "stripe" (when a part of one has arrived), "shard" (on the
+device, after a shard was dispatched), "hook" (after a commit), "evaluation" (while evaluation data is read) or "start";
+`what` is "kill", "die" (all workers may: an exit without a traceback), "raise", "exit" (sys.exit), "interrupt"
+(KeyboardInterrupt), "deadlock" (a lock that is never released), "hold" (C code that keeps the interpreter's lock),
+"slow" (for "seconds") or "endless" (a kernel; only for "shard"). `DISARM` names a mechanism that this worker is to be
+without, so that a test can show that its tests would notice.
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
-happens once, or every time if "always" is true.
+happens once, or every time if "always" is true; "after" says how often its place is passed before.
 """
 
+import ctypes
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, replace
 
@@ -26,6 +31,8 @@ from elastic_train.chaos import places
 from elastic_train.membership import live
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Fenced, Shrink, Vote
+from elastic_train.step import reduce
+from elastic_train.step.local import LocalProgram
 
 SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
@@ -35,15 +42,19 @@ pending = [
     if fault["slot"] in (SLOT, -1) and fault.get("incarnation", 0) in (INCARNATION, -1)
 ]
 committed = 0
+LOCK = threading.Lock()
 # Seconds added to every step. A job that waits for a worker to come back then takes hundreds of steps, not thousands,
 # and the undisturbed run that it is compared with takes seconds.
 PACE_S = float(os.environ.get("PACE_S", "0"))
 
 
-def strike(where: str) -> None:
-    """Carries out the fault that is due here, if one is."""
+def strike(where: str) -> bool:
+    """Carries out the fault that is due here, if one is; returns whether it is an endless kernel."""
     for fault in list(pending):
         if fault["where"] != where or fault.get("step", -1) not in (committed, -1):
+            continue
+        if fault.get("after", 0) > 0:
+            fault["after"] -= 1
             continue
         if not fault.get("always"):
             pending.remove(fault)
@@ -56,7 +67,42 @@ def strike(where: str) -> None:
             sys.exit("planned exit")
         if fault["what"] == "interrupt":
             raise KeyboardInterrupt
+        if fault["what"] == "deadlock":
+            with LOCK:
+                LOCK.acquire()
+        if fault["what"] == "hold":
+            ctypes.PyDLL(None).sleep(1_000_000)
+        if fault["what"] == "endless":
+            return True
+        if fault["what"] == "slow":
+            time.sleep(fault["seconds"])
+            continue
         raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
+    return False
+
+
+@jax.jit
+def never_ready(tree):
+    """`tree`, once a loop without an end has ended."""
+    count = jax.lax.while_loop(lambda count: count >= 0, lambda count: (count + 1) % 1000, 0)
+    return jax.tree.map(lambda leaf: leaf + count.astype(leaf.dtype), tree)
+
+
+def with_stripes(spread):
+    def wrapped(self, *args):
+        rows = spread(self, *args)
+        strike("stripe")
+        return rows
+
+    return wrapped
+
+
+def with_kernels(shard_sums):
+    def wrapped(self, *args):
+        sums = shard_sums(self, *args)
+        return never_ready(sums) if strike("shard") else sums
+
+    return wrapped
 
 
 class Strikes(places.Interference):
@@ -89,6 +135,8 @@ def disarm(mechanism: str) -> None:
 if "DISARM" in os.environ:
     disarm(os.environ["DISARM"])
 places.install(Strikes())
+reduce.Spread.__call__ = with_stripes(reduce.Spread.__call__)
+LocalProgram.shard_sums = with_kernels(LocalProgram.shard_sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,18 +145,37 @@ class FaultyConfig(et.Config):
     batch_size: int = 48
     width: int = 32
     prefetch: int = 0  # a fault in reading data strikes in the step it is planned for
+    ballast_gb: int = 0  # makes the state so much larger
 
 
 class Source:
     """1000 samples of a fixed function."""
 
+    where = "data"
+
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        strike("data")
+        strike(self.where)
         x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
         return {"x": x, "y": np.float32(np.sin(x.sum()))}
+
+
+def carry_ballast(gigabytes: int) -> optax.GradientTransformation:
+    """Arrays of a gigabyte each that other members lack until they are healed: every step changes every number."""
+
+    def init(params):
+        return [jax.numpy.arange(2**28, dtype=jax.numpy.uint32) + number for number in range(gigabytes)]
+
+    def update(updates, state, params=None):
+        return updates, [array * jax.numpy.uint32(1664525) + jax.numpy.uint32(1013904223) for array in state]
+
+    return optax.GradientTransformation(init, update)
+
+
+class EvaluationSource(Source):
+    where = "evaluation"
 
 
 class Net(nnx.Module):
@@ -130,7 +197,8 @@ class Faulty(et.Trainer):
         return Net(self.config.width, rngs)
 
     def optimizer(self) -> optax.GradientTransformation:
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.schedule()))
+        ballast = [carry_ballast(self.config.ballast_gb)] * (self.config.ballast_gb > 0)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.schedule()), *ballast)
 
     def schedule(self) -> optax.Schedule:
         return optax.cosine_decay_schedule(1e-2, 3000)  # not the run's own length: runs of any length compare
@@ -142,7 +210,7 @@ class Faulty(et.Trainer):
         return Source()
 
     def eval_data(self) -> Source:
-        return Source()
+        return EvaluationSource()
 
     def on_step(self, event: et.StepCommitted) -> None:
         global committed

@@ -1,0 +1,63 @@
+"""What a member says of itself, on which the watchdog rests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import elastic_train
+from elastic_train.membership import watchdog
+from elastic_train.plain import Nobody, fit_alone
+from elastic_train.step import reduce
+from tests.unit.test_reading import Reading, ReadingConfig
+
+KNOWN = {*watchdog.WAITING, *watchdog.STEP, *watchdog.FIRST_STEP, *watchdog.EVALUATION, *watchdog.AT_LENGTH}
+
+
+def test_every_phase_is_known_to_the_watchdog() -> None:
+    sources = (path.read_text() for path in Path(elastic_train.__path__[0]).rglob("*.py"))
+    named = {name for source in sources for name in re.findall(r'\b_?phase\(\s*"(\w+)"', source)}
+    assert named == KNOWN
+
+
+class Listener(Nobody):
+    """Keeps what the run tells."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.shards = 0
+
+    def phase(self, name: str, step: int) -> None:
+        self.phases.append(name)
+
+    def worked(self, seconds: float, num_shards: int) -> None:
+        assert seconds > 0
+        self.shards += num_shards
+
+
+def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an endless kernel could not be told from waiting for one."""
+    exchange = reduce.Exchange.__call__
+    listener = Listener()
+    checked = []
+
+    def wrapped(self, partials, vote):
+        assert listener.phases[-1] == "exchange"
+        checked.append(all(leaf.is_ready() for leaf in jax.tree.leaves(partials)))
+        return exchange(self, partials, vote)
+
+    monkeypatch.setattr(reduce.Exchange, "__call__", wrapped)
+    fit_alone(Reading(ReadingConfig(steps=4, eval_every=4)), listener)
+    assert checked == [True] * 4
+    assert listener.shards == 4 * 3
+    without_repeats = [
+        name for name, before in zip(listener.phases, [None, *listener.phases], strict=False) if name != before
+    ]
+    step = ["data", "compute", "data", "compute", "data", "compute", "exchange", "barrier", "update", "hook"]
+    first = without_repeats.index("hook") + 1  # after the hook that tells of the members
+    assert [name for name in without_repeats[first : first + len(step) + 1] if name != "compile"][: len(step)] == step
+    assert without_repeats[-5:] == ["hook", "evaluate", "compile", "gather", "barrier"]
+    assert listener.phases.count("evaluate") == 4  # one for each batch
