@@ -225,7 +225,7 @@ class Coordinator:
                 self._tell(tell, control_pb2.ToWorker(candidates=candidates))
             case r.Form(view, tell):
                 self._tell(tell, control_pb2.ToWorker(form=control_pb2.Form(view=wire.view_message(view))))
-            case r.Evict(identity, reason):
+            case r.Evict(identity, reason) | r.Refuse(identity, reason):
                 self._tell((identity.node,), control_pb2.ToWorker(evict=control_pb2.Evict(reason=reason)))
             case r.AskStop(tell, now, reason):
                 self._tell(tell, control_pb2.ToWorker(stop=control_pb2.Stop(now=now, reason=reason)))
@@ -326,7 +326,7 @@ class Coordinator:
             return
         match kind:
             case "ready":
-                self._apply(r.Ready(identity))
+                self._apply(r.Ready(identity, dict(message.ready.schema)))
             case "view":
                 changed = message.view
                 view = wire.view_value(changed.view)
@@ -336,6 +336,8 @@ class Coordinator:
             case "failed":
                 failed = message.failed
                 self._apply(r.Failed(identity, failed.step, failed.fatal, failed.startup, failed.traceback))
+            case "noted":
+                self._noted(stream, identity, message.noted)
             case "finished":
                 self._worker_finished(identity, message.finished)
 
@@ -384,6 +386,12 @@ class Coordinator:
             except (ValueError, KeyError, TypeError) as error:
                 stream.reject(grpc.StatusCode.INVALID_ARGUMENT, f"{identity} sent a record that is none: {error!r}")
 
+    def _noted(self, stream: Stream, identity: Identity, noted: control_pb2.Noted) -> None:
+        try:
+            self._note(noted.event, noted.show, **json.loads(noted.fields))
+        except (ValueError, TypeError) as error:
+            stream.reject(grpc.StatusCode.INVALID_ARGUMENT, f"{identity} sent a note that is none: {error!r}")
+
     def _acknowledge(self, step: int) -> None:
         self._tell(self._workers, control_pb2.ToWorker(ack=control_pb2.Ack(step=step)))
 
@@ -400,7 +408,7 @@ class Coordinator:
         if worker is not None and worker.identity == identity:
             self._finished[identity.slot] = finished
             self._compare_digests()
-        self._apply(r.Finished(identity, finished.status))
+        self._apply(r.Finished(identity, finished.status, finished.message))
 
     def _compare_digests(self) -> None:
         different = different_ends(self._finished)

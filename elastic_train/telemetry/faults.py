@@ -20,9 +20,10 @@ class Fault:
     """One fault. Times are seconds; None where the job ended before the value was known.
 
     Attributes:
-      kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed) or
-        "raised" (user code raised, the step was tried again, nobody died).
-      slot: whose.
+      kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed), "raised" (user
+        code raised, the step was tried again, nobody died), "nonfinite" (its gradient was not finite: the step was
+        tried again or skipped) or "differs" (it held another state than the others, and received theirs).
+      slot: whose; None if a sum was not finite although every worker's part was.
       step: the completed steps of the members at that time; the last step known of a worker that was no member.
       began: Unix time at which the agent saw the exit, or the raise was noted. Nobody sees when a worker falls
         silent; for one that did, it is the time of the last commit before, and a median step more.
@@ -35,7 +36,7 @@ class Fault:
     """
 
     kind: str
-    slot: int
+    slot: int | None
     step: int | None
     began: float
     detect_s: float | None = None
@@ -115,7 +116,11 @@ def find_faults(
         elif name == "user_code_failed" and (event.get("fatal") or event.get("startup")):
             raising.add(_worker(event))
         elif name == "user_code_failed":
-            faults.append(_raised(event, commits))
+            faults.append(_retried("raised", event["slot"], event, commits))
+        elif name == "gradient_not_finite":
+            faults += [_retried("nonfinite", slot, event, commits) for slot in event["slots"] or [None]]
+        elif name == "state_differs" and event.get("why") != "transfer":
+            faults += [_retried("differs", slot, event, commits) for slot in event["slots"]]
         elif name == "worker_died":
             is_member = event.get("state", "member") == "member"
             # Once a member has finished, the others are told to end.
@@ -260,13 +265,13 @@ def _death(
     return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, moment(recovery))
 
 
-def _raised(event: Event, commits: Sequence[Event]) -> Fault:
+def _retried(kind: str, slot: int | None, event: Event, commits: Sequence[Event]) -> Fault:
     """The cost of a retry is the time to the commit of the step that failed, which is the one after `step`."""
     step, began = event["step"], moment(event)
     times = [commit["time"] for commit in commits if commit["step"] == step + 1]
     # The note may arrive after the commit of the retry.
     ended = next((time for time in times if time >= began), max(times[-1], began) if times else None)
-    return Fault("raised", event["slot"], step, began, 0.0, 0.0, 0.0, ended)
+    return Fault(kind, slot, step, began, 0.0, 0.0, 0.0, ended)
 
 
 def _kind(event: Event) -> str:

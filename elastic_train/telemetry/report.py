@@ -12,6 +12,11 @@ _KINDS = {
     "exited": "exited",
     "stopped": "did not answer and was killed",
 }
+_TRIED_AGAIN = {
+    "raised": "{who} raised an exception{place}: the step was tried again{times}",
+    "nonfinite": "{who} had a gradient that was not finite{place}{times}",
+    "differs": "{who} held another state{place} and received that of the others{times}",
+}
 
 
 def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
@@ -59,7 +64,8 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for number, fault in enumerate(faults):
         is_raise = fault["kind"] == "raised" or fault.get("cause") == "raised"
-        key = (fault["slot"], fault["step"]) if is_raise else (number, None, None)
+        kind = "raised" if is_raise else fault["kind"]
+        key = (kind, fault["slot"], fault["step"]) if kind in _TRIED_AGAIN else (number, None, None)
         groups.setdefault(key, []).append(fault)
     return [_line("fault", _fault(group)) for group in groups.values()]
 
@@ -68,11 +74,12 @@ def _fault(group: Sequence[Mapping[str, Any]]) -> str:
     """Faults of one worker at one step, in one line."""
     last = group[-1]
     place = "" if last["step"] is None else f" after step {last['step']}"
-    if last["kind"] == "raised":
+    if last["kind"] in _TRIED_AGAIN:
         times = f" {len(group)} times" if len(group) > 1 else ""
         longest = max((fault["total_s"] for fault in group if fault["total_s"] is not None), default=None)
         cost = "" if longest is None else f", {_seconds(longest)} until it committed"
-        return f"worker {last['slot']} raised an exception{place}: the step was tried again{times}{cost}"
+        who = "the sum" if last["slot"] is None else f"worker {last['slot']}"
+        return _TRIED_AGAIN[last["kind"]].format(who=who, place=place, times=times) + cost
     because = ""
     if last.get("cause") == "raised":
         times = f", {len(group)} times in a row" if len(group) > 1 else ""

@@ -182,7 +182,7 @@ def test_what_a_worker_tells_becomes_events(job: Job) -> None:
     link = job.link(1)
     me = link.identity
     view = View(3, (me,))
-    link.ready()
+    link.ready({})
     link.viewed(view, "formed", (), (me,), 7, 5.5)
     link.phase("local", 7)
     job.events.expect(r.Ready(me))
@@ -218,7 +218,7 @@ def test_what_the_roster_decides_reaches_workers_and_agents(job: Job) -> None:
     ]
     assert next(agent.call).welcome.jax_address == job.coordinator.jax_address
     job.events.expect(r.AgentJoined("here", (0, 1)))
-    link.ready()
+    link.ready({})
     assert evicted.get(timeout=PATIENCE_S) == "out of date"
     assert link.candidates == (other,)
     assert link.wait_formed(0) == view
@@ -483,7 +483,7 @@ def test_a_callback_that_raises_makes_the_link_lost(job: Job) -> None:
 
     link.on_abort = fail
     job.answers[r.Ready] = lambda _: [r.Abort(Identity(5, 0, 6), (1,))]
-    link.ready()
+    link.ready({})
     assert "ZeroDivisionError: 6" in lost.get(timeout=PATIENCE_S)
     job.events.expect_kind(r.Silent)
 
@@ -535,7 +535,7 @@ def test_a_coordinator_alone_ends_with_its_job(job: Job) -> None:
 def test_a_failing_roster_ends_the_job(job: Job) -> None:
     agent = job.agent(0)
     job.answers[r.Ready] = lambda _: [1 / 0]
-    job.link(1).ready()
+    job.link(1).ready({})
     end = job.coordinator.wait(PATIENCE_S)
     assert end is not None
     assert (end.exit_code, end.status) == (1, "failed") and "ZeroDivisionError" in end.message
@@ -544,7 +544,7 @@ def test_a_failing_roster_ends_the_job(job: Job) -> None:
 
 def test_an_agent_that_comes_after_the_end_is_let_go(job: Job) -> None:
     job.answers[r.Ready] = lambda _: [r.End(130, "stopped", "stopped before training began")]
-    job.link(1).ready()
+    job.link(1).ready({})
     assert job.coordinator.wait(PATIENCE_S) is not None
     agent = job.agent(0)
     assert [next(agent.call).WhichOneof("message") for _ in range(2)] == ["welcome", "shutdown"]
@@ -553,7 +553,7 @@ def test_an_agent_that_comes_after_the_end_is_let_go(job: Job) -> None:
 def test_a_summary_that_cannot_be_written_is_part_of_the_end(job: Job) -> None:
     job.answers[r.Ready] = lambda _: [r.End(0, "done", "all steps done")]
     job.event = lambda name, /, **fields: (_ for _ in ()).throw(OSError("disk full"))
-    job.link(1).ready()
+    job.link(1).ready({})
     end = job.coordinator.wait(PATIENCE_S)
     assert end is not None
     assert (end.exit_code, end.status) == (1, "failed") and "disk full" in end.message

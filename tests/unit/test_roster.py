@@ -421,6 +421,8 @@ def test_failures_in_training_are_shown_and_the_first_is_kept() -> None:
     assert "worker 1 (incarnation 0): user code raised at step 5:\nTraceback" in show
     roster, actions = play(roster, failure(B, startup=False, text=header + "ValueError: two"))
     assert notes(actions)["user_code_failed"].show.endswith("at step 5:\nagain ValueError: two")
+    roster, actions = play(roster, failure(B, startup=False, text=header + "KeyError: three"))
+    assert notes(actions)["user_code_failed"].show.endswith("at step 5:\n" + header + "KeyError: three")
     _, actions = play(roster, Finished(A, "failed"))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (3, "failed")

@@ -1,9 +1,15 @@
 """A small model whose workers do to themselves what the environment says, at an exact place.
 
-`FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}. `where` is "data" (while a shard is read),
-"gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
-exchange, before the barrier), "heal" (in a transfer), "hook" (after a commit) or "start"; `what` is "kill", "die"
-(all workers may: an exit without a traceback), "raise", "exit" (sys.exit) or "interrupt" (KeyboardInterrupt).
+`FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}.
+
+- `where`: "data" (while a shard is read), "gather" (before the first collective of an epoch), "exchange" (in place of
+  taking part in it), "barrier" (after the exchange, before the barrier), "heal" (in a transfer), "healed" (a receiver,
+  after it), "update" (after the update), "hook" (after a commit), "evaluate" (while it reads a sample), "length" (of a
+  source) or "start".
+- `what`: "kill", "die" (all workers may: an exit without a traceback), "raise", "other" (as "raise", another type),
+  "exit" (sys.exit), "interrupt" (KeyboardInterrupt), "nan" (where "data": the sample is not finite) or "flip" (where
+  "healed" or "update": one bit of one parameter).
+
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
 happens once, or every time if "always" is true.
 """
@@ -13,7 +19,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -22,6 +28,8 @@ from flax import nnx
 
 import elastic_train as et
 from elastic_train.chaos import places
+from elastic_train.membership.heal import Healer
+from elastic_train.step.local import LocalProgram
 
 SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
@@ -36,8 +44,8 @@ committed = 0
 PACE_S = float(os.environ.get("PACE_S", "0"))
 
 
-def strike(where: str) -> None:
-    """Carries out the fault that is due here, if one is."""
+def strike(where: str) -> str:
+    """Carries out the fault that is due here, if one is. Returns what is left to do: "nan", "flip" or nothing."""
     for fault in list(pending):
         if fault["where"] != where or fault.get("step", -1) not in (committed, -1):
             continue
@@ -52,7 +60,20 @@ def strike(where: str) -> None:
             sys.exit("planned exit")
         if fault["what"] == "interrupt":
             raise KeyboardInterrupt
+        if fault["what"] in ("nan", "flip"):
+            return fault["what"]
+        if fault["what"] == "other":
+            raise LookupError(f"planned other failure on slot {SLOT}")
         raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
+    return ""
+
+
+def flipped(params):
+    """The parameters, but for one bit of the first leaf."""
+    leaves, treedef = jax.tree.flatten(params)
+    values = np.array(leaves[0])
+    values.reshape(-1).view(np.uint8)[0] ^= 1
+    return jax.tree.unflatten(treedef, [jax.device_put(values, leaves[0].sharding), *leaves[1:]])
 
 
 class Strikes(places.Interference):
@@ -64,6 +85,24 @@ class Strikes(places.Interference):
 
 
 places.install(Strikes())
+heal, update = Healer.run, LocalProgram.update
+
+
+def damaging_heal(self, spread, state, donors, rank, receives):
+    arrays = heal(self, spread, state, donors, rank, receives)
+    if receives and strike("healed") == "flip":
+        return {**arrays, "params": flipped(arrays["params"])}
+    return arrays
+
+
+def damaging_update(self, state, total, num_samples):
+    after, metrics = update(self, state, total, num_samples)
+    if strike("update") == "flip":
+        return replace(after, params=flipped(after.params)), metrics
+    return after, metrics
+
+
+Healer.run, LocalProgram.update = damaging_heal, damaging_update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +110,24 @@ class FaultyConfig(et.Config):
     steps: int = 40
     batch_size: int = 48
     width: int = 32
+    bad_sample: int = -1  # this one is not finite, whoever reads it
     prefetch: int = 0  # a fault in reading data strikes in the step it is planned for
 
 
 class Source:
     """1000 samples of a fixed function."""
 
+    def __init__(self, where: str, bad_sample: int) -> None:
+        self.where, self.bad_sample = where, bad_sample
+
     def __len__(self) -> int:
+        strike("length")
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        strike("data")
         x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
+        if strike(self.where) == "nan" or index == self.bad_sample:
+            x[0] = np.nan
         return {"x": x, "y": np.float32(np.sin(x.sum()))}
 
 
@@ -114,10 +159,10 @@ class Faulty(et.Trainer):
         return (model(batch["x"]) - batch["y"]) ** 2
 
     def train_data(self) -> Source:
-        return Source()
+        return Source("data", self.config.bad_sample)
 
     def eval_data(self) -> Source:
-        return Source()
+        return Source("evaluate", -1)
 
     def on_step(self, event: et.StepCommitted) -> None:
         global committed
