@@ -229,6 +229,19 @@ def test_what_the_roster_decides_reaches_workers_and_agents(job: Job) -> None:
     job.events.expect(r.TimerOver("soon"))
 
 
+def test_what_a_member_notes_is_written_and_shown_and_a_refusal_reaches_the_worker(job: Job) -> None:
+    link = job.link(1)
+    evicted: queue.Queue[str] = queue.Queue()
+    link.on_evict = evicted.put
+    link.noted("state_repaired", "all is well", step=3, slots=[1])
+    job.notes.expect(("state_repaired", {"step": 3, "slots": [1]}))
+    job.shown.expect("all is well")
+    job.answers[r.Ready] = lambda _: [r.Refuse(link.identity, "runs something else")]
+    link.ready({"config/steps": "3"})
+    job.events.expect(r.Ready(link.identity, {"config/steps": "3"}))
+    assert evicted.get(timeout=PATIENCE_S) == "runs something else"
+
+
 def test_the_tombstone_is_set_before_anybody_is_told(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     order: queue.Queue[tuple[str, int, float]] = queue.Queue()
     tombstone = job.coordinator._jax.tombstone

@@ -4,6 +4,8 @@ import pytest
 from job import FAULTY, plain_run
 from test_faults import STEPS, assert_exact, fault, kinds, run
 
+from elastic_train.data.batches import batches
+
 pytestmark = pytest.mark.timeout(300)
 
 BAD_SAMPLE = ("--set", "bad_sample=7")
@@ -99,14 +101,18 @@ def test_row_10_code_that_raises_on_all_workers_ends_the_job_with_the_traceback(
         assert job.processes_left() == []
 
 
-def test_row_10_below_the_floor_all_raise_one_after_the_other(tmp_path):
-    """Each that is evicted comes back, since the floor wants it; more starts would not help."""
-    bad = fault(-1, "data", step=5, what="raise", always=True, incarnation=-1)
-    options = ("--min-workers", "2", "--set", "faults.max_step_failures=1")
-    first = fault(0, "evaluate", what="raise")  # no evaluation is due: all workers share one plan
-    with run(tmp_path, bad, first, workers=2, options=options) as job:
+def test_row_10_a_sample_that_nobody_can_read_is_not_tried_for_ever(tmp_path):
+    """Whoever has its shard leaves, and the next one has it then. The floor wants all of them back: a restart loop."""
+    sample = str(batches("fixed", 1000, 48, 8, 0).shard_ids(48 * 5, 0)[0][0])
+    options = ("--min-workers", "2", "--set", f"raising_sample={sample}")
+    with run(tmp_path, workers=2, options=options) as job:
         assert job.finish() == 3, job.logs()
-        assert len(job.events("worker_started")) == 2
+        assert "failed on every worker at step 6" in job.summary["message"]
+        assert f"sample {sample} is broken" in job.summary["message"]
+        assert job.events("below_floor")
+        assert len(job.events("worker_started")) <= 4
+        assert [line["step"] for line in job.lines("ledger.jsonl")] == [1, 2, 3, 4, 5]
+        assert job.processes_left() == []
 
 
 def test_row_10_sys_exit_on_all_workers_ends_the_job_like_any_failure(tmp_path):

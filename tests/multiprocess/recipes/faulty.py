@@ -111,20 +111,23 @@ class FaultyConfig(et.Config):
     batch_size: int = 48
     width: int = 32
     bad_sample: int = -1  # this one is not finite, whoever reads it
+    raising_sample: int = -1  # this one cannot be read by anybody
     prefetch: int = 0  # a fault in reading data strikes in the step it is planned for
 
 
 class Source:
     """1000 samples of a fixed function."""
 
-    def __init__(self, where: str, bad_sample: int) -> None:
-        self.where, self.bad_sample = where, bad_sample
+    def __init__(self, where: str, bad_sample: int = -1, raising_sample: int = -1) -> None:
+        self.where, self.bad_sample, self.raising_sample = where, bad_sample, raising_sample
 
     def __len__(self) -> int:
         strike("length")
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if index == self.raising_sample:
+            raise ValueError(f"sample {index} is broken")
         x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
         if strike(self.where) == "nan" or index == self.bad_sample:
             x[0] = np.nan
@@ -159,10 +162,10 @@ class Faulty(et.Trainer):
         return (model(batch["x"]) - batch["y"]) ** 2
 
     def train_data(self) -> Source:
-        return Source("data", self.config.bad_sample)
+        return Source("data", self.config.bad_sample, self.config.raising_sample)
 
     def eval_data(self) -> Source:
-        return Source("evaluate", -1)
+        return Source("evaluate")
 
     def on_step(self, event: et.StepCommitted) -> None:
         global committed
