@@ -153,7 +153,8 @@ class Recovery:
         if isinstance(outcome, Shrink):
             return outcome
         agreement, standings = outcome
-        if agreement.disputed and isinstance(verdict := self._explain(agreement, why), Shrink):
+        wrong = [rank for rank in agreement.receivers if _holds_another(standings[rank], standings, agreement)]
+        if wrong and isinstance(verdict := self._explain(agreement, wrong, why), Shrink):
             return verdict
         new = tuple(rank for rank, standing in enumerate(standings) if not standing.has_state)
         fresh, healed, heal_s, num_rounds = agreement.fresh, agreement.receivers, 0.0, 0
@@ -166,14 +167,15 @@ class Recovery:
             if isinstance(outcome, Shrink):
                 return outcome
             agreement, standings = outcome
-            if agreement.receivers and isinstance(verdict := self._explain(agreement, "transfer"), Shrink):
+            wrong = list(agreement.receivers)
+            if wrong and isinstance(verdict := self._explain(agreement, wrong, "transfer"), Shrink):
                 return verdict
         if self._group.rank in agreement.receivers:
             leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
         return _Equal(fresh, new, healed, heal_s)
 
-    def _explain(self, agreement: Agreement, why: str) -> Agreed:
-        """Says which leaves differ, on which members. Raises StatesDifferError if nobody can say who is right."""
+    def _explain(self, agreement: Agreement, wrong: list[int], why: str) -> Agreed:
+        """Says in which leaves the members `wrong` differ. Raises StatesDifferError if nobody can say who is right."""
         rows = self._local.leaf_fingerprints(self._held.state)
         mine = Vote(self._held.state.step).pack() + [signed(int(word)) for word in rows.ravel()]
         gather = self._group.gather_of(len(mine))
@@ -187,13 +189,13 @@ class Recovery:
             return verdict
         view, step = self._group.view, self._held.state.step
         tables = gathered[:, VOTE_SIZE:].reshape(len(view.members), -1, 2)
-        paths = differing(tables, agreement, self._local.leaf_paths)
-        slots = [view.members[rank].slot for rank in agreement.receivers]
+        paths = differing(tables, agreement.donors[0], wrong, self._local.leaf_paths)
+        slots = [view.members[rank].slot for rank in wrong]
         stops = agreement.undecided and self._recipe.config.faults.undecided == "stop"
         donors = [view.members[rank].slot for rank in agreement.donors]
         where = f"the state after step {step} differs between {name_slots(donors)} and {name_slots(slots)}"
         where += f", in {name_some(paths)}"
-        if self._group.is_first:
+        if self._group.is_first or stops:
             doing = "no majority, stopping" if stops else f"{name_slots(slots)} receive what {name_slots(donors)} hold"
             about = {"step": step, "slots": slots, "key_paths": paths[:MAX_PATHS], "num_key_paths": len(paths)}
             self._outside.noted("state_differs", f"{where}: {doing}", **about, why=why, undecided=stops)
@@ -249,3 +251,8 @@ class Recovery:
             self._held.counts = False
             self._held.state = TrainState(donor.step, donor.samples, **arrays)
         return verdict
+
+
+def _holds_another(standing: Standing, standings: list[Standing], agreement: Agreement) -> bool:
+    """Whether somebody has a state of the same step as the donors, but not theirs."""
+    return standing.has_state and standing.step == standings[agreement.donors[0]].step

@@ -229,7 +229,7 @@ class Training:
             raise NonFiniteError(stop_message(found, self.state.step + 1, metrics["loss"], faults))
 
     def _note_nonfinite(self, found: NonFinite, step: int, action: str, metrics: dict[str, float]) -> None:
-        if not self._group.is_first:
+        if not self._group.is_first and action != "stop":
             return
         self._outside.noted(
             "gradient_not_finite",

@@ -97,6 +97,7 @@ class Coordinator:
         self._reports = Reports()
         self._commits = Commits(self._loop, records, self._acknowledge, self._show_lost_records)
         self._finished: dict[int, control_pb2.Finished] = {}
+        self._noted_by: dict[tuple[str, str], Identity] = {}
         self._digests_differ = False
         self._stop_calls = 0
         self._end: r.End | None = None
@@ -387,6 +388,9 @@ class Coordinator:
                 stream.reject(grpc.StatusCode.INVALID_ARGUMENT, f"{identity} sent a record that is none: {error!r}")
 
     def _noted(self, stream: Stream, identity: Identity, noted: control_pb2.Noted) -> None:
+        # The first member speaks for all, but the last note of a job comes from all, each before its own end.
+        if self._noted_by.setdefault((noted.event, noted.fields), identity) != identity:
+            return
         try:
             self._note(noted.event, noted.show, **json.loads(noted.fields))
         except (ValueError, TypeError) as error:

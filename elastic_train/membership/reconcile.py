@@ -81,16 +81,15 @@ def agree(standings: Sequence[Standing]) -> Agreement:
     return Agreement(donors, receivers, refused, fresh, len(donors) < len(newest), undecided)
 
 
-def differing(tables: np.ndarray, agreement: Agreement, paths: Sequence[str]) -> list[str]:
-    """Key paths of the leaves in which some receiver differs from the donors.
+def differing(tables: np.ndarray, right: int, wrong: Sequence[int], paths: Sequence[str]) -> list[str]:
+    """Key paths of the leaves in which some of the ranks `wrong` differ from the rank `right`.
 
     Args:
       tables: [members, leaves, 2], the fingerprints of every member's leaves.
       paths: one per leaf.
     """
-    right = tables[agreement.donors[0]]
-    wrong = np.any(tables[list(agreement.receivers)] != right, axis=(0, 2))
-    return [path for path, differs in zip(paths, wrong, strict=True) if differs]
+    differs = np.any(tables[list(wrong)] != tables[right], axis=(0, 2))
+    return [path for path, found in zip(paths, differs, strict=True) if found]
 
 
 def name_some(paths: Sequence[str], limit: int = 4) -> str:

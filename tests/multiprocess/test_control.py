@@ -235,6 +235,11 @@ def test_what_a_member_notes_is_written_and_shown_and_a_refusal_reaches_the_work
     link.on_evict = evicted.put
     link.noted("state_repaired", "all is well", step=3, slots=[1])
     job.notes.expect(("state_repaired", {"step": 3, "slots": [1]}))
+    other = job.link(2)
+    other.noted("state_repaired", "all is well", step=3, slots=[1])
+    other.noted("state_repaired", "all is well again", step=4, slots=[1])
+    job.shown.expect("all is well again")
+    assert len([item for item in job.shown._items if item == "all is well"]) == 1
     job.shown.expect("all is well")
     job.answers[r.Ready] = lambda _: [r.Refuse(link.identity, "runs something else")]
     link.ready({"config/steps": "3"})

@@ -97,7 +97,7 @@ class Cluster:
         self.flips = self.edits = False  # whether such faults occur
         self.max_skips = self.random.choice([0, 10**6])
         self.max_retries = 10**6
-        self.schema: dict[str, str] = {}
+        self.schema: dict[str, str] = {"code/recipe.py": "as before"}
         self.num_differences = self.num_skipped = self.num_retried = 0
         self.log: list[object] = []
         self.largest_view_since_faults = 0

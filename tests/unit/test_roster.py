@@ -549,7 +549,7 @@ def test_a_joiner_that_differs_never_is_a_candidate() -> None:
 
 
 def test_the_first_group_is_formed_by_those_that_run_what_most_run() -> None:
-    roster, actions = play(started(), Ready(A, EDITED), Ready(B, SCHEMA), Ready(C, SCHEMA))
+    _, actions = play(started(), Ready(A, EDITED), Ready(B, SCHEMA), Ready(C, SCHEMA))
     assert [refusal.identity for refusal in those(actions, Refuse)] == [A]
     (form,) = those(actions, Form)
     assert form.view.members == (B, C)
