@@ -14,8 +14,8 @@ _KINDS = {
 }
 _TRIED_AGAIN = {
     "raised": "{who} raised an exception{place}: the step was tried again{times}",
-    "nonfinite": "{who} had a gradient that was not finite{place}{times}",
-    "differs": "{who} held another state{place} and received that of the others{times}",
+    "nonfinite": "the gradient {who} was not finite{place}{times}",
+    "differs": "{who} held another state{place} and was healed{times}",
 }
 
 
@@ -80,7 +80,9 @@ def _fault(group: Sequence[Mapping[str, Any]]) -> str:
         cost = "" if longest is None else f", {_seconds(longest)} until it committed"
         if last["kind"] == "raised" and not cost:
             return f"worker {last['slot']} raised an exception{place}{times}"  # in the last step's hook, or at the end
-        who = "the sum" if last["slot"] is None else f"worker {last['slot']}"
+        who = f"worker {last['slot']}"
+        if last["kind"] == "nonfinite":
+            who = "summed over all workers" if last["slot"] is None else f"of {who}"
         return _TRIED_AGAIN[last["kind"]].format(who=who, place=place, times=times) + cost
     because = ""
     if last.get("cause") == "raised":

@@ -283,6 +283,8 @@ class Cluster:
         inside = [self.processes[node] for node in view.nodes if node not in gone]
         for node in fenced:
             self.processes[node].doomed = True
+        if not inside:
+            return
         if not gone and not all(process.has_state for process in inside) and not self.make_equal(inside):
             return
         verdict = self.verdict(view, inside, gone)
