@@ -39,7 +39,7 @@ class FaultConfig:
       max_backoff_s: upper limit of that wait.
       max_step_failures: how often user code may raise at one step on one worker before the worker leaves
         (or the job ends, if it raised on all workers).
-      nonfinite: what to do with a step whose gradient, loss or new model state is not finite. "retry": try it again,
+      nonfinite: what to do with a step whose gradient or loss is not finite. "retry": try it again,
         which tells a passing fault of the hardware from a property of the model and the data; then stop. "skip": leave
         parameters and optimizer as they are and go on with the next samples. "stop": end the job.
       max_nonfinite_retries: how often "retry" tries one step again.

@@ -20,7 +20,7 @@ class UserCodeError(ElasticTrainError):
 
 
 class NonFiniteError(UserCodeError):
-    """A step's gradient, loss or model state is not finite, and the policy's budget is spent."""
+    """A step's gradient or loss is not finite, and the policy's budget is spent."""
 
 
 class GaveUpError(ElasticTrainError):

@@ -68,7 +68,7 @@ def what(found: NonFinite, step: int, loss: float) -> str:
     places = [f"shard {shard} on slot {m.slot}" for m, shard in zip(found.members, found.shards, strict=True)]
     more = found.num_shards - len(places)
     also = f" and {more} more" if more else ""
-    return f"step {step}: not finite are gradient, loss or model state of {', '.join(places)}{also} (loss {loss:g})"
+    return f"step {step}: not finite is the gradient or the loss of {', '.join(places)}{also} (loss {loss:g})"
 
 
 def stop_message(found: NonFinite, step: int, loss: float, faults: FaultConfig) -> str:

@@ -172,7 +172,8 @@ class Recovery:
                 return verdict
         if self._group.rank in agreement.receivers:
             leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
-        return _Equal(fresh, new, healed, heal_s)
+        # Those still unequal are about to leave.
+        return _Equal(fresh, new, tuple(rank for rank in healed if rank not in agreement.receivers), heal_s)
 
     def _explain(self, agreement: Agreement, wrong: list[int], why: str) -> Agreed:
         """Says in which leaves the members `wrong` differ. Raises StatesDifferError if nobody can say who is right."""
@@ -196,7 +197,9 @@ class Recovery:
         where = f"the state after step {step} differs between {name_slots(donors)} and {name_slots(slots)}"
         where += f", in {name_some(paths)}"
         if self._group.is_first or stops:
-            doing = "no majority, stopping" if stops else f"{name_slots(slots)} receive what {name_slots(donors)} hold"
+            doing = (
+                "no majority, stopping" if stops else f"transferred from {name_slots(donors)} to {name_slots(slots)}"
+            )
             about = {"step": step, "slots": slots, "key_paths": paths[:MAX_PATHS], "num_key_paths": len(paths)}
             self._outside.noted("state_differs", f"{where}: {doing}", **about, why=why, undecided=stops)
         if stops:

@@ -186,7 +186,7 @@ class Differ:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The gradient, the loss or the new model state of a step is not finite.
+    """The gradient or the loss of a step is not finite.
 
     Attributes:
       members: whose shards are not; nobody's if only the sum of all overflowed, or all weights are zero.

@@ -89,12 +89,13 @@ class LocalProgram:
         self.leaf_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
 
     def _checks(self, sums: PyTree) -> Checks:
-        """Gradients, loss and model state must be finite; what a user's metric says is the user's affair."""
-        loss = sums["means"]["loss"]
+        """Gradients and loss must be finite. What a metric says is the user's affair, and model state may hold
+        infinities on purpose, such as a mask."""
         yes, no = (jax.tree.map(lambda _, value=value: value, sums) for value in (True, False))
-        all_metrics = {name: yes["means"][name] if name == "loss" else no["means"][name] for name in sums["means"]}
-        only_weight = {**no["means"], "loss": loss._replace(value=False, weight=True)}
-        return self._flattener.checks({**yes, "means": all_metrics}, {**no, "means": only_weight})
+        loss = yes["means"]["loss"]
+        chosen = {**no, "grads": yes["grads"], "means": {**no["means"], "loss": loss}}
+        weight = {**no, "means": {**no["means"], "loss": loss._replace(value=False)}}
+        return self._flattener.checks(chosen, weight)
 
     def _own(self, tree: PyTree) -> PyTree:
         """Copies on this worker's device: the state is donated, and must not take anybody else's arrays along."""
@@ -137,7 +138,7 @@ class LocalProgram:
         return self._fingerprint_marks(state.arrays) if checked else self._no_marks
 
     def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int, marks: Marks) -> tuple[Flats, Marks]:
-        """Sums over one shard: gradients, loss, metrics, model state. If they are not finite, the marks say so."""
+        """Sums over one shard: gradients, loss, metrics, model state. The marks say if gradients or loss are not finite."""
         numbers = jax.device_put((np.uint32(state.step % 2**32), np.uint32(shard)), self._device)
         return self._shard(*state.arrays.values(), *batch, *numbers, marks)
 

@@ -139,7 +139,7 @@ def test_row_11_retry_finds_a_passing_fault(tmp_path, undisturbed):
         (event,) = job.events("gradient_not_finite")
         assert (event["step"], event["slots"], event["shards"], event["action"]) == (20, [1], [3], "retry")
         assert event["num_shards"] == 1 and event["loss"] is None
-        assert "step 21: not finite are gradient, loss or model state of shard 3 on slot 1" in job.output
+        assert "step 21: not finite is the gradient or the loss of shard 3 on slot 1" in job.output
         assert "the step again (1 of 2 times)" in job.output
 
 
@@ -173,7 +173,7 @@ def test_row_11_stop(tmp_path):
     options = ("--set", "faults.nonfinite=stop")
     with run(tmp_path, fault(1, "data", step=20, what="nan"), workers=2, options=options) as job:
         assert job.finish() == 3, job.logs()
-        assert "step 21: not finite are gradient, loss or model state of shard 4 on slot 1" in job.summary["message"]
+        assert "step 21: not finite is the gradient or the loss of shard 4 on slot 1" in job.summary["message"]
         assert job.lines("ledger.jsonl")[-1]["step"] == 20
     alone = plain_run(tmp_path / "alone", int(STEPS), *options, *BAD_SAMPLE, exit_code=3)
     assert "on slot 0" in alone["message"] and "Nothing of this step was applied" in alone["message"]

@@ -43,7 +43,7 @@ def test_hooks_are_counted_from_step_to_step_until_one_succeeds():
 
 def test_messages_say_where_what_and_what_to_do():
     assert action_message(FOUND, 21, float("nan"), "retry", FaultConfig()) == (
-        "step 21: not finite are gradient, loss or model state of shard 5 on slot 1 and 2 more (loss nan): "
+        "step 21: not finite is the gradient or the loss of shard 5 on slot 1 and 2 more (loss nan): "
         "trying the step again (2 of 2 times)"
     )
     skip = FaultConfig(nonfinite="skip")
@@ -137,6 +137,18 @@ def test_a_lasting_fault_ends_the_run_with_nothing_of_the_step_applied(policy, a
     assert [fields["in_a_row"] for _, fields in outside.events] == list(range(1, attempts + 1))
     assert outside.events[-1][1]["action"] == "stop"
     assert outside.events[0][1]["step"] == (outside.records[-1]["step"] if outside.records else 0)
+
+
+def test_model_state_may_hold_infinities():
+    class Masked(Line):
+        bad = 1.0
+
+        def model(self, rngs):
+            model = nnx.Linear(1, 1, rngs=rngs)
+            model.mask = nnx.Variable(jnp.array([0.0, -jnp.inf]))
+            return model
+
+    assert fit_alone(Masked(config(nonfinite="stop"))).state.step == 5
 
 
 def test_too_many_skips_in_a_row_end_the_run():
