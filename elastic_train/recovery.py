@@ -197,9 +197,11 @@ class Recovery:
         where = f"the state after step {step} differs between {name_slots(donors)} and {name_slots(slots)}"
         where += f", in {name_some(paths)}"
         if self._group.is_first or stops:
-            doing = (
-                "no majority, stopping" if stops else f"transferred from {name_slots(donors)} to {name_slots(slots)}"
-            )
+            doing = f"transferred from {name_slots(donors)} to {name_slots(slots)}"
+            if why == "transfer":
+                doing = f"damaged on the way; at most {MAX_HEALING_ROUNDS} transfers are tried"
+            if stops:
+                doing = "no majority, stopping"
             about = {"step": step, "slots": slots, "key_paths": paths[:MAX_PATHS], "num_key_paths": len(paths)}
             self._outside.noted("state_differs", f"{where}: {doing}", **about, why=why, undecided=stops)
         if stops:

@@ -138,7 +138,7 @@ class LocalProgram:
         return self._fingerprint_marks(state.arrays) if checked else self._no_marks
 
     def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int, marks: Marks) -> tuple[Flats, Marks]:
-        """Sums over one shard: gradients, loss, metrics, model state. The marks say if gradients or loss are not finite."""
+        """Sums over one shard: gradients, loss, metrics, model state. Marks tell of what is not finite."""
         numbers = jax.device_put((np.uint32(state.step % 2**32), np.uint32(shard)), self._device)
         return self._shard(*state.arrays.values(), *batch, *numbers, marks)
 
