@@ -27,7 +27,8 @@ class Fault:
       step: the completed steps of the members at that time; the last step known of a worker that was no member.
       began: Unix time at which the agent saw the exit, or the raise was noted. Nobody sees when a worker falls
         silent; for one that did, it is the time of the last commit before, and a median step more.
-      cause: "raised" if a worker exited because its code kept raising, else None.
+      cause: "raised" if a worker exited because its code kept raising, "refused" if because it ran something else than
+        the members, else None.
       detect_s: from `began` until the members were told, or until it was noted where there was nobody to tell.
       rebuild_s: how long it took to compile and connect the next members' programs.
       heal_s: how long it took until all of them had the state.
@@ -99,7 +100,7 @@ def find_faults(
     departures = _departures(events)
     finished: set[tuple[int, int]] = set()
     silenced: dict[tuple[int, int], float] = {}
-    raising: set[tuple[int, int]] = set()
+    causes: dict[tuple[int, int], str] = {}
     deaths: dict[int, list[int]] = {}
     for index, event in enumerate(events):
         if event["event"] == "worker_died":
@@ -114,7 +115,9 @@ def find_faults(
         elif name == "worker_killed":
             silenced.setdefault(_worker(event), event["time"])
         elif name == "user_code_failed" and (event.get("fatal") or event.get("startup")):
-            raising.add(_worker(event))
+            causes[_worker(event)] = "raised"
+        elif name == "worker_refused":
+            causes[_worker(event)] = "refused"
         elif name == "user_code_failed":
             faults.append(_retried("raised", event["slot"], event, commits))
         elif name == "gradient_not_finite":
@@ -134,7 +137,7 @@ def find_faults(
             is_silent = was_silenced or event.get("exit_code") is None
             began = _last_sign(events, departure, step_time_s) if is_silent and departure else None
             fault = _death(events, index, kind, departure, is_member, began)
-            faults.append(replace(fault, cause="raised") if _worker(event) in raising else fault)
+            faults.append(replace(fault, cause=causes.get(_worker(event))))
     return faults
 
 

@@ -88,6 +88,8 @@ def _fault(group: Sequence[Mapping[str, Any]]) -> str:
     if last.get("cause") == "raised":
         times = f", {len(group)} times in a row" if len(group) > 1 else ""
         because = f" because its code raised{times}"
+    elif last.get("cause") == "refused":
+        because = ", refused because it ran something else than the members"
     return f"worker {last['slot']} {_KINDS[last['kind']]}{place}{because}: {_cost(last)}"
 
 

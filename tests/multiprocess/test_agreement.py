@@ -61,6 +61,7 @@ def test_row_21_a_joiner_with_another_config_dtype_or_code_is_refused(tmp_path):
         assert refused["differences"]["state/params/inner/kernel"] == ["float32[8,32]", "float32[8,16]"]
         assert refused["num_differences"] > len(refused["differences"])
         assert "undo the change to config.toml" in job.output
+        assert {fault["cause"] for fault in job.summary["faults"]} == {None, "refused"}
         assert "A file of the recipe has another content than when the members started" in job.output
 
 
