@@ -69,6 +69,6 @@ def _kind(key: str) -> str:
     return key.partition("/")[0]
 
 
-def _rank(key: str) -> tuple[int, str]:
-    kinds = tuple(_ADVICE)
-    return kinds.index(_kind(key)), key
+def _rank(key: str) -> tuple[int, bool, str]:
+    """What is likely to be the cause comes first; of the state, the parameters, which the rest follows."""
+    return tuple(_ADVICE).index(_kind(key)), not key.startswith("state/params/"), key

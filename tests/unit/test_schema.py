@@ -17,6 +17,11 @@ def test_what_is_likely_the_cause_comes_first():
     assert [each.key for each in differences(OURS, theirs)] == ["code/recipe.py", "config/width", "state/params/w"]
 
 
+def test_of_the_state_parameters_come_first():
+    theirs = {**OURS, "state/opt_state/mu/w": "float32[1]", "state/params/w": "float32[1]"}
+    assert [each.key for each in differences(OURS, theirs)] == ["state/params/w", "state/opt_state/mu/w"]
+
+
 def test_absent_keys_differ_but_not_modules_that_one_side_has_not_imported():
     theirs = {key: value for key, value in OURS.items() if key.startswith(("config", "versions"))}
     assert differences(OURS, theirs) == [Difference("state/params/w", "float32[8,32]", "absent")]
