@@ -19,6 +19,17 @@ def require(condition: bool, field_name: str, value: object, fix: str) -> None:
         raise ConfigError(f"{field_name} = {value!r}: {fix}")
 
 
+_LEAST = {
+    "max_restarts": 0,
+    "forgive_after_steps": 1,
+    "max_step_failures": 1,
+    "max_evictions": 0,
+    "max_nonfinite_retries": 1,
+    "max_skipped_steps": 1,
+    "fingerprint_every": 0,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FaultConfig:
     """How long to wait, and how often to try again.
@@ -32,6 +43,15 @@ class FaultConfig:
       max_backoff_s: upper limit of that wait.
       max_step_failures: how often user code may raise at one step on one worker before the worker leaves
         (or the job ends, if it raised on all workers).
+      nonfinite: what to do with a step whose gradient or loss is not finite. "retry": try it again,
+        which tells a passing fault of the hardware from a property of the model and the data; then stop. "skip": leave
+        parameters and optimizer as they are and go on with the next samples. "stop": end the job.
+      max_nonfinite_retries: how often "retry" tries one step again.
+      max_skipped_steps: how many steps in a row "skip" leaves out before it stops after all.
+      fingerprint_every: steps between two comparisons of all members' states; 0 compares them only when the members
+        change.
+      undecided: what to do when as many members hold one state as another. "stop": end the job, since nobody can say
+        which is right. "oldest": the state of the member that was started first counts.
       start_timeout_s: a worker that is not ready this long after its start is killed and counted as failed.
       start_grace_s: how long the first group waits for the remaining slots once `min_workers` are ready.
       floor_timeout_s: how long a job below `min_workers` waits before it gives up.
@@ -57,6 +77,11 @@ class FaultConfig:
     first_backoff_s: float = 0.5
     max_backoff_s: float = 30.0
     max_step_failures: int = 3
+    nonfinite: Literal["retry", "skip", "stop"] = "retry"
+    max_nonfinite_retries: int = 2
+    max_skipped_steps: int = 10
+    fingerprint_every: int = 20
+    undecided: Literal["stop", "oldest"] = "stop"
     start_timeout_s: float = 600.0
     start_grace_s: float = 60.0
     floor_timeout_s: float = 3600.0
@@ -74,13 +99,11 @@ class FaultConfig:
     max_evictions: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_restarts", "forgive_after_steps", "max_step_failures", "max_evictions"):
-            require(
-                getattr(self, name) >= (name not in ("max_restarts", "max_evictions")),
-                f"faults.{name}",
-                getattr(self, name),
-                "too small",
-            )
+        for name, least in _LEAST.items():
+            require(getattr(self, name) >= least, f"faults.{name}", getattr(self, name), f"use at least {least}")
+        for name, choices in (("nonfinite", ("retry", "skip", "stop")), ("undecided", ("stop", "oldest"))):
+            value = getattr(self, name)
+            require(value in choices, f"faults.{name}", value, f"use one of {', '.join(choices)}")
         for name in self.__dataclass_fields__:
             if name.endswith("_s"):
                 require(

@@ -19,10 +19,18 @@ class UserCodeError(ElasticTrainError):
     exit_code = 3
 
 
+class NonFiniteError(UserCodeError):
+    """A step's gradient or loss is not finite, and the policy's budget is spent."""
+
+
 class GaveUpError(ElasticTrainError):
     """The restart budget is spent, or the floor was never reached."""
 
     exit_code = 4
+
+
+class StatesDifferError(GaveUpError):
+    """The members hold different states, and no majority says which is right."""
 
 
 class InterruptedByUser(ElasticTrainError):

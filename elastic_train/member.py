@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 
 from elastic_train import jax_private
-from elastic_train.errors import EXIT_REJOIN, EXIT_USER_CODE, UserCodeError
+from elastic_train.errors import EXIT_REJOIN, EXIT_USER_CODE, NonFiniteError, StatesDifferError, UserCodeError
+from elastic_train.launch.versions import versions
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Group, Trace
@@ -33,6 +34,9 @@ END_LIMIT_S = 600.0
 
 COMPLETE = "complete"
 
+NUMERIC = ("python", "elastic-train", "jax", "jaxlib", "flax", "optax", "numpy")
+"""What must have the same version on all members, because the numbers depend on it."""
+
 
 class Coordinator(Outside, Protocol):
     """The worker's end of the control plane (`coordinator.client.Link`)."""
@@ -41,7 +45,7 @@ class Coordinator(Outside, Protocol):
     dead: frozenset[int]
     stopped_now: threading.Event
 
-    def ready(self) -> None: ...
+    def ready(self, schema: Mapping[str, str]) -> None: ...
     def finished(
         self,
         status: str,
@@ -50,6 +54,7 @@ class Coordinator(Outside, Protocol):
         params_sha256: str,
         state_sha256: str,
         result: Mapping[str, object],
+        message: str = "",
     ) -> None: ...
     def wait_formed(self, timeout: float) -> View | None: ...
     def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool: ...
@@ -118,7 +123,9 @@ def prepare_member(
     if devices[me.node].platform == "cpu":
         sockets = GlooSockets(lambda local, remote: bool({local[1], remote[1]} & own_ports))
     num_shards = recipe.batches.num_shards
-    group = Group(me, devices, recipe.local.specs, num_shards, link, trainer.config.faults, sockets, trace=trace)
+    local = recipe.local
+    faults = trainer.config.faults
+    group = Group(me, devices, local.specs, local.checks, num_shards, link, faults, sockets, trace=trace)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
     group.prepare(View.of(0, (me, Identity(me.slot + 1, 0, max(devices)))), recipe.healer.stripe)
     group.finish_compiling()
@@ -128,22 +135,30 @@ def prepare_member(
     return Training(recipe, group, link, min_workers, leave_requested)
 
 
-def run_member(training: Training, link: Coordinator, me: Identity, run_dir: Path) -> int:
+def run_member(
+    training: Training, link: Coordinator, me: Identity, run_dir: Path, code: Mapping[str, str] | None = None
+) -> int:
     """Waits for admission, trains to the end, and reports it. Returns the process's exit code.
 
     The first member leaves a description of the parameters in `run_dir`, for `elastic-train compare`.
+
+    Args:
+      code: digests of the recipe's files, which must be the same on all members.
     """
-    link.ready()
+    code_entries = {f"code/{path}": digest for path, digest in (code or {}).items()}
+    link.ready({**training.schema, **code_entries, **_version_entries()})
     link.phase("ready", 0)
     view = _admission(link, me)
     if view is None:
         return 0
     try:
         result = training.run(view)
-    except UserCodeError:
+    except (UserCodeError, StatesDifferError) as error:
         state = training.state
-        link.finished("failed", state.step, state.samples, "", "", {})
-        return UserCodeError.exit_code
+        status = "failed" if isinstance(error, UserCodeError) else "gave_up"
+        message = str(error) if isinstance(error, NonFiniteError | StatesDifferError) else ""
+        link.finished(status, state.step, state.samples, "", "", {}, message)
+        return error.exit_code
     except OwnCodeFails:
         return EXIT_USER_CODE
     except Exception:
@@ -159,6 +174,12 @@ def run_member(training: Training, link: Coordinator, me: Identity, run_dir: Pat
         write_params(run_dir, result.state)
     _report_and_wait(link, result)
     return 0
+
+
+def _version_entries() -> dict[str, str]:
+    found = versions()
+    found["python"] = ".".join(found["python"].split(".")[:2])
+    return {f"versions/{name}": found[name] for name in NUMERIC if name in found}
 
 
 def _report_and_wait(link: Coordinator, result: Result) -> None:

@@ -16,7 +16,14 @@ import jax
 
 from elastic_train.config import ConfigError
 from elastic_train.config_files import resolve, to_toml
-from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError, UserCodeError, last_error
+from elastic_train.errors import (
+    ElasticTrainError,
+    InterruptedByUser,
+    NonFiniteError,
+    UsageError,
+    UserCodeError,
+    last_error,
+)
 from elastic_train.launch.environment import DETERMINISTIC_XLA_FLAGS, with_flags
 from elastic_train.launch.signals import Signals
 from elastic_train.launch.versions import versions
@@ -57,6 +64,9 @@ class Nobody:
     def resend(self) -> None:
         pass
 
+    def noted(self, event: str, show: str, **fields: object) -> None:
+        pass
+
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
         pass
 
@@ -74,6 +84,7 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
             ME,
             {ME.node: device},
             recipe.local.specs,
+            recipe.local.checks,
             recipe.batches.num_shards,
             outside,
             trainer.config.faults,
@@ -116,6 +127,10 @@ class _Process(Nobody):
     def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None:
         for written in self._records.commit(record):
             self._display.update({**written})
+
+    def noted(self, event: str, show: str, **fields: object) -> None:
+        self._records.event(event, **fields)
+        self._display.note(show)
 
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
         about = {"step": step, "fatal": fatal, "startup": startup, "traceback": traceback}
@@ -187,6 +202,8 @@ def _summarized(trainer: Trainer, outside: _Process, run_dir: Path) -> dict[str,
     """Trains, and leaves a description of the parameters in `run_dir`; how it ended, for the summary."""
     try:
         result = fit_alone(trainer, outside)
+    except NonFiniteError as error:
+        return {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
     except UserCodeError as error:
         return {"status": "failed", "exit_code": error.exit_code, **_failure(str(error))}
     except InterruptedByUser as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +49,8 @@ class Recipe:
         self.local = LocalProgram(trainer, device, batch, eval_batch)
         self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None
         self.healer = Healer(self.local.initial.arrays, device)
-        self.layout = _layout(self.local.initial, config)
+        self.schema = _schema(self.local.initial, config)
+        self.layout = _layout(self.schema)
 
     def expect(self, state: TrainState, run: range, batch_size: int) -> None:
         """Has the shards `run` of the step after `state` read ahead, and of those that follow up to the last step."""
@@ -88,8 +91,22 @@ def _opened(source: DataSource | None, method: str) -> tuple[Any, int]:
     return source, 0 if source is None else len(source)
 
 
-def _layout(state: TrainState, config: Config) -> tuple[int, int]:
-    """64 bits over what must be the same on all members: key paths, shapes, dtypes and the settings."""
-    leaves = [(path, str(leaf.dtype), leaf.shape) for path, leaf in key_path_leaves(state.arrays)]
-    digest = hashlib.sha256(repr((leaves, config)).encode()).digest()
+def _schema(state: TrainState, config: Config) -> dict[str, str]:
+    """Key paths, shapes and dtypes of the state, and the settings; see `membership.schema`."""
+    leaves = key_path_leaves(state.arrays)
+    found = {f"state/{path}": f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for path, leaf in leaves}
+    return found | {f"config/{name}": repr(value) for name, value in _settings(dataclasses.asdict(config), "")}
+
+
+def _settings(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _layout(schema: Mapping[str, str]) -> tuple[int, int]:
+    """64 bits over it."""
+    digest = hashlib.sha256(repr(sorted(schema.items())).encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")

@@ -9,14 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from elastic_train.membership.group import VOTE_SIZE, Commit, Identity, Retry, Shrink, View, Vote
+from elastic_train.errors import StatesDifferError
+from elastic_train.membership.group import VOTE_SIZE, Agreed, Commit, Differ, Identity, Shrink, View, Vote, signed
 from elastic_train.membership.live import Group, leave
-from elastic_train.membership.reconcile import STANDING_SIZE, Agreement, Standing, agree, pack, unpack
+from elastic_train.membership.reconcile import (
+    STANDING_SIZE,
+    Agreement,
+    Standing,
+    agree,
+    differing,
+    name_some,
+    pack,
+    unpack,
+)
+from elastic_train.membership.roster_state import name_slots
 from elastic_train.outside import Outside
 from elastic_train.recipe import Recipe
 from elastic_train.state import TrainState
 
 MAX_HEALING_ROUNDS = 3
+MAX_PATHS = 12
+"""How many key paths an event names."""
 
 
 @dataclass
@@ -25,7 +38,7 @@ class Held:
 
     Attributes:
       state: the newest committed state.
-      counts: False until an epoch has begun with it; until then it is only what the seed gives, and never donated.
+      counts: False while it is only what the seed gives, or was received and not yet compared; then it is not donated.
     """
 
     state: TrainState
@@ -65,6 +78,7 @@ class Recovery:
     ) -> None:
         self._recipe, self._group, self._outside = recipe, group, outside
         self._held, self._phase, self._local = held, phase, recipe.local
+        self._num_repairs, self._repaired_step = 0, -1
 
     def begin(
         self,
@@ -84,7 +98,7 @@ class Recovery:
             self._phase("compile")
             expected = self._recipe.healer.stripe if came or not self._held.counts else None
             self._group.prepare(view, expected)
-            outcome = self._make_equal()
+            outcome = self._make_equal("new epoch")
             if isinstance(outcome, _Equal):
                 break
             view, died = outcome.view, (*died, *outcome.gone)
@@ -104,12 +118,43 @@ class Recovery:
             "rebuild_s": time.monotonic() - started - outcome.heal_s,
         }
 
-    def _make_equal(self) -> _Equal | Shrink:
-        """Compares the members' states and transfers the one that counts, until all are equal."""
+    def repair(self, found: Differ) -> Agreed:
+        """The fingerprints in a step's votes differ: makes the members equal again, within the epoch.
+
+        Returns `Shrink` if members went meanwhile; else a verdict that changes nothing. Raises StatesDifferError if
+        there is no majority.
+        """
+        step = self._held.state.step
+        self._num_repairs = 1 + (self._num_repairs if self._repaired_step == step else 0)
+        self._repaired_step = step
+        if self._num_repairs > MAX_HEALING_ROUNDS and self._group.me not in found.groups[0]:
+            leave(f"slot {self._group.me.slot}: its fingerprints differ again after {MAX_HEALING_ROUNDS} repairs")
+        outcome = self._make_equal("fingerprints")
+        if isinstance(outcome, Shrink):
+            return outcome
+        self._held.counts = True
+        view = self._group.view
+        slots = [view.members[rank].slot for rank in outcome.healed]
+        if self._group.is_first:
+            show = f"{name_slots(slots)} received the others' state after step {step}: going on"
+            if not slots:
+                show = f"all members hold the same state after step {step} after all: going on"
+            self._outside.noted("state_repaired", show, step=step, slots=slots, heal_s=outcome.heal_s)
+        return Commit(view)
+
+    def _make_equal(self, why: str) -> _Equal | Shrink:
+        """Compares the members' states and transfers the one that counts, until all are equal.
+
+        Args:
+          why: what began it, for the event.
+        """
         outcome = self._reconcile()
         if isinstance(outcome, Shrink):
             return outcome
         agreement, standings = outcome
+        wrong = [rank for rank in agreement.receivers if _holds_another(standings[rank], standings, agreement)]
+        if wrong and isinstance(verdict := self._explain(agreement, wrong, why), Shrink):
+            return verdict
         new = tuple(rank for rank, standing in enumerate(standings) if not standing.has_state)
         fresh, healed, heal_s, num_rounds = agreement.fresh, agreement.receivers, 0.0, 0
         while agreement.receivers and num_rounds < MAX_HEALING_ROUNDS:
@@ -121,9 +166,54 @@ class Recovery:
             if isinstance(outcome, Shrink):
                 return outcome
             agreement, standings = outcome
+            wrong = list(agreement.receivers)
+            if wrong and isinstance(verdict := self._explain(agreement, wrong, "transfer"), Shrink):
+                return verdict
         if self._group.rank in agreement.receivers:
             leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
-        return _Equal(fresh, new, healed, heal_s)
+        # Those still unequal are about to leave.
+        return _Equal(fresh, new, tuple(rank for rank in healed if rank not in agreement.receivers), heal_s)
+
+    def _explain(self, agreement: Agreement, wrong: list[int], why: str) -> Agreed:
+        """Says in which leaves the members `wrong` differ. Raises StatesDifferError if nobody can say who is right."""
+        self._phase("compile")
+        rows = self._local.leaf_fingerprints(self._held.state)
+        mine = Vote(self._held.state.step).pack() + [signed(int(word)) for word in rows.ravel()]
+        gather = self._group.gather_of(len(mine))
+        self._phase("gather")
+
+        def body() -> tuple[np.ndarray, np.ndarray]:
+            gathered = gather(mine)
+            return gathered, gathered
+
+        verdict, gathered = self._group.attempt(body)
+        if not isinstance(verdict, Commit):
+            return verdict
+        view, step = self._group.view, self._held.state.step
+        tables = gathered[:, VOTE_SIZE:].reshape(len(view.members), -1, 2)
+        paths = differing(tables, agreement.donors[0], wrong, self._local.leaf_paths)
+        slots = [view.members[rank].slot for rank in wrong]
+        stops = agreement.undecided and self._recipe.config.faults.undecided == "stop"
+        donors = [view.members[rank].slot for rank in agreement.donors]
+        where = f"the state after step {step} differs between {name_slots(donors)} and {name_slots(slots)}"
+        where += f", in {name_some(paths)}"
+        if self._group.is_first or stops:
+            doing = f"transferred from {name_slots(donors)} to {name_slots(slots)}"
+            if why == "transfer":
+                doing = f"damaged on the way; at most {MAX_HEALING_ROUNDS} transfers are tried"
+            if stops:
+                doing = "no majority, stopping"
+            about = {"step": step, "slots": slots, "key_paths": paths[:MAX_PATHS], "num_key_paths": len(paths)}
+            self._outside.noted("state_differs", f"{where}: {doing}", **about, why=why, undecided=stops)
+        if stops:
+            raise StatesDifferError(
+                f"{where}, and as many members hold the one as the other, so nobody can say which is right. Nothing "
+                "was trained on it. Go back to a state from before; with three workers or more a majority decides, and "
+                "--set faults.undecided=oldest takes the state of the worker that was started first. On GPUs, --set "
+                "deterministic=true makes all workers run the same kernels. If it happens again on one host, test its "
+                "memory and devices."
+            )
+        return verdict
 
     def _reconcile(self) -> tuple[Agreement, list[Standing]] | Shrink:
         """All members say which state they hold."""
@@ -151,7 +241,7 @@ class Recovery:
             leave(f"slot {self._group.me.slot}: runs another model, dtype or config than the other members")
         return agreement, standings
 
-    def _heal(self, agreement: Agreement, standings: list[Standing]) -> Commit | Retry | Shrink:
+    def _heal(self, agreement: Agreement, standings: list[Standing]) -> Agreed:
         """The donors' state to the receivers. A receiver's own state is replaced only if everybody was there."""
         rank = self._group.rank
         receives = rank in agreement.receivers
@@ -168,5 +258,11 @@ class Recovery:
 
         verdict, arrays = self._group.attempt(body)
         if receives and isinstance(verdict, Commit):
+            self._held.counts = False
             self._held.state = TrainState(donor.step, donor.samples, **arrays)
         return verdict
+
+
+def _holds_another(standing: Standing, standings: list[Standing], agreement: Agreement) -> bool:
+    """Whether somebody has a state of the same step as the donors, but not theirs."""
+    return standing.has_state and standing.step == standings[agreement.donors[0]].step

@@ -95,16 +95,26 @@ def fingerprint(tree: PyTree) -> jax.Array:
     """uint32[2] that depends on every bit of every leaf and on its place; traceable.
 
     A sum of mixed words modulo 2**32: integer sums do not depend on the order of summation, so every
-    backend and every split of the work gives the same value. Two independent mixes make it 64 bits.
+    backend and every split of the work gives the same value. Each mix is a bijection of the word, so that a change
+    within one word always shows. Two mixes, whose words know their places by different numbers, make it 64 bits.
     """
-    total = jnp.zeros((2,), jnp.uint32)
+    return jnp.sum(leaf_fingerprints(tree), axis=0, dtype=jnp.uint32)
+
+
+def leaf_fingerprints(tree: PyTree) -> jax.Array:
+    """uint32[leaves, 2]: what each leaf adds to `fingerprint`, in the order of `jax.tree.leaves`; traceable."""
+    rows = []
     for number, leaf in enumerate(jax.tree.leaves(tree)):
         words = _words(leaf)
-        place = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B1) + jnp.uint32(number * 0x85EBCA77 % 2**32)
-        first = jnp.sum(_mix(words ^ place, 0x7FEB352D, 0x846CA68B), dtype=jnp.uint32)
-        second = jnp.sum(_mix(words + place, 0xC2B2AE35, 0x27D4EB2F), dtype=jnp.uint32)
-        total = total + jnp.stack([first, second])
-    return total
+        first = _mix(words ^ _places(words.size, number, 0x9E3779B1, 0x85EBCA77), 0x7FEB352D, 0x846CA68B)
+        second = _mix(words + _places(words.size, number, 0xA3C59AC3, 0x68E31DA5), 0xC2B2AE35, 0x27D4EB2F)
+        rows.append(jnp.stack([jnp.sum(mixed, dtype=jnp.uint32) for mixed in (first, second)]))
+    return jnp.stack(rows)
+
+
+def _places(size: int, leaf: int, element_step: int, leaf_step: int) -> jax.Array:
+    """A number, uint32[size], for every word of a leaf. Steps are odd, so that no two words of a leaf share one."""
+    return jax.lax.iota(jnp.uint32, size) * jnp.uint32(element_step) + jnp.uint32(leaf * leaf_step % 2**32)
 
 
 def _words(leaf: jax.Array) -> jax.Array:

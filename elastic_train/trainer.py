@@ -45,11 +45,13 @@ class StepCommitted:
       step: completed optimizer updates.
       samples: samples consumed.
       metrics: means over the batch, "loss" among them.
+      skipped: the step was left out, since its gradient was not finite (`faults.nonfinite = "skip"`).
     """
 
     step: int
     samples: int
     metrics: dict[str, float]
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,27 +196,25 @@ class Trainer(abc.ABC):
         return type(self).learning_rate_scale is not Trainer.learning_rate_scale
 
     @final
-    def _step_committed(self, step: int, samples: int, metrics: dict[str, float]) -> str:
+    def _step_committed(self, step: int, samples: int, metrics: dict[str, float], skipped: bool) -> str:
         """Calls the hook. What it raises is returned, and counts as a failure of the step that follows."""
-        return self._call(lambda: self.on_step(StepCommitted(step, samples, metrics)))
+        return self._call("on_step", step, lambda: self.on_step(StepCommitted(step, samples, metrics, skipped)))
 
     @final
     def _epoch_begun(self, view: View, me: int, step: int, change: dict[str, Any]) -> str:
         slots = tuple(member.slot for member in view.members)
-        failure = self._call(
-            lambda: self.on_members(
-                MembersChanged(view.epoch, step, slots, tuple(change["gone"]), tuple(change["came"]))
-            )
-        )
+        changed = MembersChanged(view.epoch, step, slots, tuple(change["gone"]), tuple(change["came"]))
+        failure = self._call("on_members", step, lambda: self.on_members(changed))
         if me in change["healed"]:
             recovered = Recovered(view.epoch, step, change["heal_s"])
-            failure = failure or self._call(lambda: self.on_recovered(recovered))
+            failure = failure or self._call("on_recovered", step, lambda: self.on_recovered(recovered))
         return failure
 
     @staticmethod
-    def _call(hook: Any) -> str:
+    def _call(name: str, step: int, hook: Any) -> str:
         try:
             hook()
-        except (Exception, SystemExit):
+        except (Exception, SystemExit) as error:
+            error.add_note(f"in {name}, after step {step}")
             return traceback.format_exc()
         return ""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from elastic_train.config import shards_note
-from elastic_train.errors import UserCodeError
-from elastic_train.membership.group import Commit, Identity, Retry, Shrink, View, Vote
+from elastic_train.errors import NonFiniteError, UserCodeError
+from elastic_train.membership.group import Agreed, Commit, Differ, Identity, NonFinite, Retry, Shrink, View, Vote
 from elastic_train.membership.live import Group
 from elastic_train.membership.reconcile import STANDING_SIZE
 from elastic_train.outside import Outside
+from elastic_train.policies import Failures, action_message, stop_message
 from elastic_train.recipe import Recipe
 from elastic_train.recovery import Held, Recovery
 from elastic_train.state import TrainState, key_path_leaves
@@ -84,7 +85,8 @@ class Training:
         self._held = Held(recipe.local.initial)
         self._recovery = Recovery(recipe, group, outside, self._held, self._phase)
         self._failure = ""
-        self._failures_in_a_row = 0
+        self._failures = Failures(self._config.faults.max_step_failures)
+        self._nonfinite_in_a_row = 0
         self._metrics: dict[str, float] = {}
         self._record: dict[str, Any] | None = None
         self._recovered: dict[str, Any] | None = None
@@ -109,6 +111,8 @@ class Training:
             self._follow(verdict)
             self._evaluate_if_due()
             self._send_record()
+        if self._failure:  # of the last step's hook: no step follows that it could be a failure of
+            self._outside.failed(self.state.step, False, False, self._failure)
         return Result("done", self.state, self._metrics)
 
     @property
@@ -117,15 +121,22 @@ class Training:
         return self._held.state
 
     @property
+    def schema(self) -> dict[str, str]:
+        """What must be the same on all members: see `membership.schema`."""
+        return self._recipe.schema
+
+    @property
     def is_first(self) -> bool:
         """Whether this is the first of the members: the one that speaks for all."""
         return self._group.is_first
 
     # Epochs.
 
-    def _follow(self, verdict: Commit | Retry | Shrink) -> None:
-        """Goes into the next epoch if the verdict names one."""
-        if isinstance(verdict, Shrink):
+    def _follow(self, verdict: Agreed) -> None:
+        """Goes into the next epoch if the verdict names one; makes the members equal if they are not."""
+        if isinstance(verdict, Differ):
+            self._follow(self._recovery.repair(verdict))
+        elif isinstance(verdict, Shrink):
             self._begin(verdict.view, died=verdict.gone)
         elif isinstance(verdict, Commit) and verdict.view.epoch != self._group.view.epoch:
             self._begin(verdict.view, left=verdict.leaving, came=verdict.joining)
@@ -143,7 +154,7 @@ class Training:
         failure = self._trainer._epoch_begun(self._group.view, me, step, self._recovered)
         self._failure = self._failure or failure
 
-    def _pause(self) -> Commit | Retry | Shrink:
+    def _pause(self) -> Agreed:
         """Below the floor: only votes are exchanged, at a slow pace, until joiners bring the number up."""
         self._phase("pause")
         time.sleep(PAUSE_S)
@@ -162,39 +173,78 @@ class Training:
             self.state.step,
             stop=self._outside.stop_requested is not None,
             leave=self._leave_requested.is_set(),
+            spent=self._failures.next_is_last,
+            nonfinite=self._nonfinite_in_a_row,
             joiners=candidates if self._group.is_first else (),
         )
 
-    def _step(self) -> Commit | Retry | Shrink:
+    def _step(self) -> Agreed:
         before = self.state
         # Whoever joined with the last commit would find nothing to do.
         last = before.step + 1 == self._config.steps
         vote = self._vote(() if last else self._outside.candidates)
+        every = self._config.faults.fingerprint_every
+        if every and before.step % every == 0 and len(self._group.view.members) > 1:
+            vote = replace(vote, checked=True)
         outcome = self._stepper.attempt(before, vote, self._failure)
         self._held.state = outcome.state
         if isinstance(outcome.verdict, Commit):
-            self._failures_in_a_row = 0
+            skipped = outcome.verdict.skipped
+            self._nonfinite_in_a_row = skipped.in_a_row if skipped else 0
+            self._failures.committed()
             self._failure = ""
-            self._committed(before, outcome.metrics)
+            if skipped:
+                self._note_nonfinite(skipped, before.step, "skip", outcome.metrics)
+            self._committed(before, outcome.metrics, skipped is not None)
+        elif isinstance(outcome.verdict, Retry) and outcome.verdict.nonfinite:
+            self._not_finite(outcome.verdict.nonfinite, outcome.metrics)
         elif isinstance(outcome.verdict, Retry):
             self._retry(outcome.verdict, outcome.failure)
         return outcome.verdict
 
     def _retry(self, verdict: Retry, failure: str) -> None:
-        """Somebody's code raised. The same step again, until the budget of one of them is spent."""
+        """Somebody's code raised. The same step again, until the budget of one of them is spent.
+
+        Those whose budget is spent leave; if it is spent on all members, the fault is not with one of them.
+        """
         self._failure = ""
         if not failure:
             return
-        self._failures_in_a_row += 1
-        spent = self._failures_in_a_row >= self._config.faults.max_step_failures
-        everywhere = len(verdict.failed) == len(self._group.view.members)
+        self._failures.raised()
+        spent = self._group.me in verdict.spent
         self._outside.failed(self.state.step, spent, False, failure)
-        if spent and everywhere:
+        if spent:
+            self._send_record()  # of the step before, if this was in its evaluation
+        if spent and len(verdict.spent) == len(self._group.view.members):
             raise UserCodeError(failure)
         if spent:
             raise OwnCodeFails(failure)
 
-    def _committed(self, before: TrainState, metrics: dict[str, float]) -> None:
+    def _not_finite(self, found: NonFinite, metrics: dict[str, float]) -> None:
+        """The same step again, if the policy says so and its budget allows it; otherwise the end."""
+        faults = self._config.faults
+        again = faults.nonfinite == "retry" and found.in_a_row <= faults.max_nonfinite_retries
+        self._nonfinite_in_a_row = found.in_a_row
+        self._note_nonfinite(found, self.state.step, "retry" if again else "stop", metrics)
+        if not again:
+            raise NonFiniteError(stop_message(found, self.state.step + 1, metrics["loss"], faults))
+
+    def _note_nonfinite(self, found: NonFinite, step: int, action: str, metrics: dict[str, float]) -> None:
+        if not self._group.is_first and action != "stop":
+            return
+        self._outside.noted(
+            "gradient_not_finite",
+            action_message(found, step + 1, metrics["loss"], action, self._config.faults),
+            step=step,
+            action=action,
+            slots=[member.slot for member in found.members],
+            shards=list(found.shards),
+            num_shards=found.num_shards,
+            in_a_row=found.in_a_row,
+            loss=metrics["loss"],
+        )
+
+    def _committed(self, before: TrainState, metrics: dict[str, float], skipped: bool) -> None:
         now = time.monotonic()
         sampler = self._recipe.batches.sampler
         spans = sampler.spans(before.samples, self.state.samples - before.samples)
@@ -212,6 +262,8 @@ class Training:
             "step_time_s": now - self._last_commit,
             "time": time.time(),
         }
+        if skipped:
+            record["skipped"] = True
         if self._recovered is not None:
             record["recovered"] = self._recovered
             self._recovered = None
@@ -219,7 +271,8 @@ class Training:
         self._metrics = {**self._metrics, **metrics}
         self._record = record
         self._phase("hook")
-        self._failure = self._trainer._step_committed(self.state.step, self.state.samples, metrics)
+        self._failure = self._trainer._step_committed(self.state.step, self.state.samples, metrics, skipped)
+        self._failures.hook(bool(self._failure))
 
     def _send_record(self) -> None:
         """Every member keeps the record until it is known to be on disk; the first one sends it."""
@@ -236,13 +289,14 @@ class Training:
         if evaluator is None or not due or self._record is None:
             return
         while True:
-            verdict, means, failure = evaluator.attempt(self._group, self.state, self._phase)
+            vote = Vote(step, spent=self._failures.next_is_last)
+            verdict, means, failure = evaluator.attempt(self._group, self.state, vote, self._phase)
             if isinstance(verdict, Commit):
                 break
             if isinstance(verdict, Retry):
                 self._retry(verdict, failure)
             self._follow(verdict)
-        self._failures_in_a_row = 0
+        self._failures.committed()
         self._last_commit = time.monotonic()
         self._metrics = {**self._metrics, **{f"eval_{name}": value for name, value in means.items()}}
         self._record["evaluation"] = means

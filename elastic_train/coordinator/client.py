@@ -131,9 +131,15 @@ class Link:
             f"slot {self.identity.slot}'s worker cannot join the coordinator at {self._address}: {reason}"
         )
 
-    def ready(self) -> None:
-        """Everything slow is done: this worker could join at once."""
-        self._send(control_pb2.FromWorker(ready=control_pb2.Ready()))
+    def ready(self, schema: Mapping[str, str]) -> None:
+        """Everything slow is done: this worker could join at once. `schema` says what it runs; see
+        `membership.schema`."""
+        self._send(control_pb2.FromWorker(ready=control_pb2.Ready(schema=schema)))
+
+    def noted(self, event: str, show: str, **fields: object) -> None:
+        """A line for the events, and one for the display. `fields` hold JSON."""
+        noted = control_pb2.Noted(event=event, fields=json.dumps(fields), show=show)
+        self._send(control_pb2.FromWorker(noted=noted))
 
     def viewed(
         self,
@@ -208,8 +214,10 @@ class Link:
         params_sha256: str,
         state_sha256: str,
         result: Mapping[str, object],
+        message: str = "",
     ) -> None:
-        """This worker trains no more. `status` is "done", "stopped" or "failed"; `result` holds JSON."""
+        """This worker trains no more. `status` is "done", "stopped", "failed" or "gave_up"; `result` holds JSON;
+        `message` says why, where there is no traceback to tell it."""
         finished = control_pb2.Finished(
             status=status,
             step=step,
@@ -217,6 +225,7 @@ class Link:
             params_sha256=params_sha256,
             state_sha256=state_sha256,
             result=json.dumps(result),
+            message=message,
         )
         self._send(control_pb2.FromWorker(finished=finished))
 

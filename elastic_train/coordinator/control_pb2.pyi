@@ -25,20 +25,22 @@ class View(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "ready", "view", "progress", "failed", "finished")
+    __slots__ = ("hello", "ready", "view", "progress", "failed", "finished", "noted")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NOTED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ready: Ready
     view: ViewChanged
     progress: Progress
     failed: Failed
     finished: Finished
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., view: _Optional[_Union[ViewChanged, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    noted: Noted
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., view: _Optional[_Union[ViewChanged, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., noted: _Optional[_Union[Noted, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("identity", "pid", "host", "config_digest", "versions")
@@ -55,8 +57,27 @@ class Hello(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., config_digest: _Optional[str] = ..., versions: _Optional[str] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("schema",)
+    class SchemaEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    schema: _containers.ScalarMap[str, str]
+    def __init__(self, schema: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Noted(_message.Message):
+    __slots__ = ("event", "fields", "show")
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    SHOW_FIELD_NUMBER: _ClassVar[int]
+    event: str
+    fields: str
+    show: str
+    def __init__(self, event: _Optional[str] = ..., fields: _Optional[str] = ..., show: _Optional[str] = ...) -> None: ...
 
 class ViewChanged(_message.Message):
     __slots__ = ("view", "reason", "gone", "came", "step", "time")
@@ -105,20 +126,22 @@ class Failed(_message.Message):
     def __init__(self, step: _Optional[int] = ..., fatal: bool = ..., startup: bool = ..., traceback: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("status", "step", "samples", "params_sha256", "state_sha256", "result")
+    __slots__ = ("status", "step", "samples", "params_sha256", "state_sha256", "result", "message")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     PARAMS_SHA256_FIELD_NUMBER: _ClassVar[int]
     STATE_SHA256_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     status: str
     step: int
     samples: int
     params_sha256: str
     state_sha256: str
     result: str
-    def __init__(self, status: _Optional[str] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., params_sha256: _Optional[str] = ..., state_sha256: _Optional[str] = ..., result: _Optional[str] = ...) -> None: ...
+    message: str
+    def __init__(self, status: _Optional[str] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., params_sha256: _Optional[str] = ..., state_sha256: _Optional[str] = ..., result: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ToWorker(_message.Message):
     __slots__ = ("welcome", "candidates", "form", "abort", "evict", "stop", "ack")

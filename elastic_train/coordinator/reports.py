@@ -96,6 +96,6 @@ def different_ends(finished: Mapping[int, control_pb2.Finished]) -> dict[int, tu
     ends = {
         slot: (report.step, report.params_sha256, report.state_sha256)
         for slot, report in sorted(finished.items())
-        if report.status != "failed"
+        if report.status in ("done", "stopped")
     }
     return ends if len(set(ends.values())) > 1 else {}

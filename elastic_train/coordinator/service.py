@@ -110,6 +110,7 @@ class Coordinator:
         self._paces = Paces(faults, self._reports, limits.min_workers, self._apply, self._note)
         self._commits = Commits(self._loop, records, self._acknowledge, self._show_lost_records)
         self._finished: dict[int, control_pb2.Finished] = {}
+        self._noted_by: dict[tuple[str, str], Identity] = {}
         self._digests_differ = False
         self._stop_calls = 0
         self._end: r.End | None = None
@@ -244,7 +245,7 @@ class Coordinator:
                 self._tell(tell, control_pb2.ToWorker(candidates=candidates))
             case r.Form(view, tell):
                 self._tell(tell, control_pb2.ToWorker(form=control_pb2.Form(view=wire.view_message(view))))
-            case r.Evict(identity, reason):
+            case r.Evict(identity, reason) | r.RefuseWorker(identity, reason):
                 # Not by its node: another worker may have that one.
                 for stream in [stream for stream, who in self._identities.items() if who == identity]:
                     stream.send(control_pb2.ToWorker(evict=control_pb2.Evict(reason=reason)))
@@ -355,7 +356,7 @@ class Coordinator:
                 # A zombie: its steps may be those of a group that is no more. The roster tells it to exit.
                 self._apply(r.Stepped(identity, message.progress.step))
             case "ready":
-                self._apply(r.Ready(identity))
+                self._apply(r.Ready(identity, dict(message.ready.schema)))
             case "view":
                 changed = message.view
                 view = wire.view_value(changed.view)
@@ -366,6 +367,8 @@ class Coordinator:
             case "failed":
                 failed = message.failed
                 self._apply(r.Failed(identity, failed.step, failed.fatal, failed.startup, failed.traceback))
+            case "noted":
+                self._noted(stream, identity, message.noted)
             case "finished":
                 self._worker_finished(identity, message.finished)
 
@@ -418,6 +421,15 @@ class Coordinator:
             except (ValueError, KeyError, TypeError) as error:
                 stream.reject(grpc.StatusCode.INVALID_ARGUMENT, f"{identity} sent a record that is none: {error!r}")
 
+    def _noted(self, stream: Stream, identity: Identity, noted: control_pb2.Noted) -> None:
+        # The first member speaks for all, but the last note of a job comes from all, each before its own end.
+        if self._noted_by.setdefault((noted.event, noted.fields), identity) != identity:
+            return
+        try:
+            self._note(noted.event, noted.show, **json.loads(noted.fields))
+        except (ValueError, TypeError) as error:
+            stream.reject(grpc.StatusCode.INVALID_ARGUMENT, f"{identity} sent a note that is none: {error!r}")
+
     def _acknowledge(self, step: int) -> None:
         self._tell(self._workers, control_pb2.ToWorker(ack=control_pb2.Ack(step=step)))
 
@@ -433,7 +445,7 @@ class Coordinator:
         if self.roster.is_living(identity):
             self._finished[identity.slot] = finished
             self._compare_digests()
-        self._apply(r.Finished(identity, finished.status))
+        self._apply(r.Finished(identity, finished.status, finished.message))
 
     def _compare_digests(self) -> None:
         different = different_ends(self._finished)

@@ -192,7 +192,7 @@ class _JobRecords:
             "traceback": end.traceback,
             "versions": versions(),
         }
-        orderly = [report for _, report in sorted(finished.items()) if report.status != "failed"]
+        orderly = [report for _, report in sorted(finished.items()) if report.status in ("done", "stopped")]
         if orderly:
             final = max(orderly, key=lambda report: report.step)
             about |= {

@@ -23,6 +23,7 @@ from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
 from elastic_train.errors import EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
+from elastic_train.launch.code import code_digests
 from elastic_train.launch.environment import SECRET_VARIABLE, WorkerSettings
 from elastic_train.launch.stacks import install_dumps
 from elastic_train.launch.versions import versions
@@ -43,7 +44,7 @@ def main() -> NoReturn:
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
     link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
     try:
-        training = _prepare(link, settings)
+        training, code = _prepare(link, settings)
     except (Exception, SystemExit, KeyboardInterrupt):  # SIGINT is ignored here: all of it is user code
         print(traceback.format_exc(), file=sys.stderr, flush=True)
         link.failed(step=0, fatal=True, startup=True, traceback=traceback.format_exc())
@@ -52,15 +53,15 @@ def main() -> NoReturn:
     from elastic_train.member import run_member
 
     link.on_stopped_now = lambda reason: None  # from here on somebody waits for `stopped_now`
-    exit_code = run_member(training, link, settings.identity, settings.job.run_dir)
+    exit_code = run_member(training, link, settings.identity, settings.job.run_dir, code)
     jax_private.disconnect_worker()
     link.close()
     # Not sys.exit: when jax takes its clients and communicators down it waits for peers that may be gone.
     _leave(exit_code, f"ends with code {exit_code}")
 
 
-def _prepare(link: Link, settings: WorkerSettings) -> "Training":
-    """Connects, and does everything slow."""
+def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str, str]]:
+    """Connects, and does everything slow. Also returns digests of the code that was loaded."""
     job = settings.job
     started = time.monotonic()
     with ThreadPoolExecutor(1, thread_name_prefix="hello") as background:
@@ -76,6 +77,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
         from elastic_train.launch.recipe import config_class_of, load_recipe
 
         trainer = load_recipe(job.recipe)
+        code = code_digests(trainer.__module__)
         hello.result()
     imported = time.monotonic()
     jax_private.connect_worker(
@@ -108,7 +110,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> "Training":
         member.programs_are_complete(job.run_dir / "compiled", settings.identity)
     took = f"import {imported - started:.1f} s, connect {connected - imported:.1f} s"
     print(f"ready: {took}, prepare {time.monotonic() - connected:.1f} s", file=sys.stderr, flush=True)
-    return training
+    return training, code
 
 
 def _install_signal_handlers(leave_requested: threading.Event) -> None:

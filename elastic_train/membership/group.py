@@ -7,7 +7,7 @@ all members that get them), so all members draw the same conclusion without talk
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 MAX_JOINERS_PER_STEP = 8
@@ -15,6 +15,12 @@ MAX_JOINERS_PER_STEP = 8
 
 VOTE_SIZE = 8 + 3 * MAX_JOINERS_PER_STEP
 """Length of a control vector, in int32."""
+
+FLAGS_WORD, FINITE_BIT = 2, 1 << 1
+MARKS_START, MARKS_STOP = 4, 8
+"""Where a control vector holds what is known on the device only: the fingerprint's two words, how many of the member's
+shards were not finite, and the first of these. The exchange writes them, and clears `FINITE_BIT` of all rows if the sum
+is not finite."""
 
 
 class Identity(NamedTuple):
@@ -71,11 +77,26 @@ class View:
         return View.of(self.epoch + 1, (*stay, *new.values()))
 
 
+MAX_COUNT = 2**24 - 1
+
+
 @dataclass(frozen=True)
 class Vote:
     """One member's control vector: what it says about a step, and what it asks for.
 
     `pack` gives int32[VOTE_SIZE]; `unpack` reads one row back.
+
+    Attributes:
+      step: committed steps.
+      ok: its own code did not raise.
+      finite: so is the sum over all shards.
+      stop, leave: it asks for the end of the job; to leave it alone.
+      spent: if its code raised, that was the last time its budget allows.
+      checked: `fingerprint` is that of its state, and all must be equal.
+      nonfinite: how many times in a row, as far as it knows, the gradient was not finite; below 2**24.
+      fingerprint: 64 bits over the state, as two words.
+      num_bad, first_bad: how many of its shards were not finite, and the first of these.
+      joiners: candidates it knows of.
     """
 
     step: int
@@ -83,21 +104,27 @@ class Vote:
     finite: bool = True
     stop: bool = False
     leave: bool = False
+    spent: bool = False
+    checked: bool = False
+    nonfinite: int = 0
     fingerprint: tuple[int, int] = (0, 0)
+    num_bad: int = 0
+    first_bad: int = 0
     joiners: tuple[Identity, ...] = ()
 
     def pack(self) -> list[int]:
         """The vector as signed 32-bit integers."""
-        flags = self.ok | self.finite << 1 | self.stop << 2 | self.leave << 3
+        flags = self.ok | self.finite << 1 | self.stop << 2 | self.leave << 3 | self.spent << 4 | self.checked << 5
+        flags |= self.nonfinite << 8
         joiners = self.joiners[:MAX_JOINERS_PER_STEP]
         head = [
             signed(self.step),
             signed(self.step >> 32),
-            flags,
-            *map(signed, self.fingerprint),
+            signed(flags),
             len(joiners),
-            0,
-            0,
+            *map(signed, self.fingerprint),
+            self.num_bad,
+            self.first_bad,
         ]
         body = [number for joiner in joiners for number in joiner]
         return head + body + [0] * (VOTE_SIZE - len(head) - len(body))
@@ -105,7 +132,8 @@ class Vote:
     @classmethod
     def unpack(cls, row: Sequence[int]) -> Vote:
         numbers = [int(number) for number in row]
-        flags, count = numbers[2], numbers[5]
+        flags, count = numbers[FLAGS_WORD] & 0xFFFFFFFF, numbers[3]
+        first, second, num_bad, first_bad = numbers[MARKS_START:MARKS_STOP]
         body = numbers[8:]
         return cls(
             step=(numbers[1] << 32) | (numbers[0] & 0xFFFFFFFF),
@@ -113,7 +141,12 @@ class Vote:
             finite=bool(flags & 2),
             stop=bool(flags & 4),
             leave=bool(flags & 8),
-            fingerprint=(numbers[3] & 0xFFFFFFFF, numbers[4] & 0xFFFFFFFF),
+            spent=bool(flags & 16),
+            checked=bool(flags & 32),
+            nonfinite=flags >> 8,
+            fingerprint=(first & 0xFFFFFFFF, second & 0xFFFFFFFF),
+            num_bad=num_bad,
+            first_bad=first_bad,
             joiners=tuple(Identity(*body[3 * i : 3 * i + 3]) for i in range(count)),
         )
 
@@ -141,23 +174,65 @@ class Shrink:
 
 
 @dataclass(frozen=True)
-class Retry:
-    """Nothing was committed: somebody's own code failed. The same step again, on the same view."""
+class Differ:
+    """Nothing was committed: the members hold different states. They must be made equal before the step is taken.
 
-    failed: tuple[Identity, ...]
+    Attributes:
+      groups: members with equal states, the largest group first.
+    """
+
+    groups: tuple[tuple[Identity, ...], ...]
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The gradient or the loss of a step is not finite.
+
+    Attributes:
+      members: whose shards are not; nobody's if only the sum of all overflowed, or all weights are zero.
+      shards: the first such shard of each of them.
+      num_shards: how many there are in all.
+      in_a_row: how many times in a row that was so, this time included.
+    """
+
+    members: tuple[Identity, ...]
+    shards: tuple[int, ...]
+    num_shards: int
+    in_a_row: int
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Nothing was committed. The same step again, on the same view, if a budget allows it.
+
+    Attributes:
+      failed: whose own code raised.
+      spent: those of them that it was the last time for.
+      nonfinite: the reason if nobody's code raised.
+    """
+
+    failed: tuple[Identity, ...] = ()
+    spent: tuple[Identity, ...] = ()
+    nonfinite: NonFinite | None = None
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The step counts. `view` is the next view; it is the old one, epoch included, unless it changed."""
+    """The step counts. `view` is the next view; it is the old one, epoch included, unless it changed.
+
+    Attributes:
+      skipped: why the step changes nothing but the position in the data; None for a step that trains.
+    """
 
     view: View
     stop: bool = False
     leaving: tuple[Identity, ...] = ()
     joining: tuple[Identity, ...] = field(default=())
+    skipped: NonFinite | None = None
 
 
-Verdict = Fenced | Shrink | Retry | Commit
+Agreed = Shrink | Differ | Retry | Commit
+Verdict = Fenced | Agreed
 
 
 def judge(
@@ -166,6 +241,7 @@ def judge(
     before: Mapping[int, int],
     after: Mapping[int, int],
     votes: Sequence[Vote] | None,
+    max_skips: int = 0,
 ) -> Verdict:
     """What a block meant.
 
@@ -175,6 +251,7 @@ def judge(
       before: JAX incarnation by node id, as the barrier said at entry.
       after: the same at exit.
       votes: one per member, in the view's order; None if my exchange failed.
+      max_skips: how many steps in a row may be skipped because they are not finite.
     """
     same = {node for node in view.nodes if node in before and after.get(node) == before[node]}
     if me not in same:
@@ -186,10 +263,41 @@ def judge(
         return Fenced()
     if len(votes) != len(view.members):
         raise ValueError(f"expected one vote per member, {len(view.members)}; got {len(votes)}")
-    failed = tuple(m for m, vote in zip(view.members, votes, strict=True) if not vote.ok)
+    # First of all: whatever else is wrong may come of it.
+    if groups := _different(view, votes):
+        return Differ(groups)
+    failed = [(m, vote.spent) for m, vote in zip(view.members, votes, strict=True) if not vote.ok]
     if failed:
-        return Retry(failed)
-    return requests(view, votes)
+        return Retry(tuple(m for m, _ in failed), tuple(m for m, spent in failed if spent))
+    nonfinite = _not_finite(view, votes)
+    if nonfinite is not None and nonfinite.in_a_row > max_skips:
+        return Retry(nonfinite=nonfinite)
+    return replace(requests(view, votes), skipped=nonfinite)
+
+
+def _different(view: View, votes: Sequence[Vote]) -> tuple[tuple[Identity, ...], ...]:
+    """Members by the fingerprint they show, largest group first; empty if all that show one show the same."""
+    groups: dict[tuple[int, int], list[Identity]] = {}
+    for member, vote in zip(view.members, votes, strict=True):
+        if vote.checked:
+            groups.setdefault(vote.fingerprint, []).append(member)
+    if len(groups) < 2:
+        return ()
+    return tuple(map(tuple, sorted(groups.values(), key=len, reverse=True)))
+
+
+def _not_finite(view: View, votes: Sequence[Vote]) -> NonFinite | None:
+    bad = [(member, vote) for member, vote in zip(view.members, votes, strict=True) if vote.num_bad]
+    if not bad and all(vote.finite for vote in votes):
+        return None
+    # A member that came in between does not know how often it was so before.
+    in_a_row = min(max(vote.nonfinite for vote in votes) + 1, MAX_COUNT)
+    return NonFinite(
+        members=tuple(member for member, _ in bad),
+        shards=tuple(vote.first_bad for _, vote in bad),
+        num_shards=sum(vote.num_bad for _, vote in bad),
+        in_a_row=in_a_row,
+    )
 
 
 def requests(view: View, votes: Sequence[Vote]) -> Commit:

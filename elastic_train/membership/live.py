@@ -20,10 +20,9 @@ from elastic_train.jax_private import BarrierTrace, LiveDevices, fail_gloo_meeti
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import (
     VOTE_SIZE,
-    Commit,
+    Agreed,
     Fenced,
     Identity,
-    Retry,
     Shrink,
     View,
     Vote,
@@ -31,6 +30,7 @@ from elastic_train.membership.group import (
 )
 from elastic_train.membership.reconcile import STANDING_SIZE
 from elastic_train.state import Device
+from elastic_train.step.flat import Checks
 from elastic_train.step.plan import finish
 from elastic_train.step.reduce import Exchange, Gather, Meeting, Spread
 
@@ -97,6 +97,7 @@ class Group:
       me: this worker's identity.
       devices: one device per node id.
       specs: shapes of one partial sum, for the exchange program.
+      checks: which of its entries must be finite.
       num_shards: V for a number of members.
       news: what the coordinator tells.
       faults: time limits.
@@ -110,6 +111,7 @@ class Group:
         me: Identity,
         devices: Mapping[int, Device],
         specs: tuple[jax.ShapeDtypeStruct, ...],
+        checks: Checks,
         num_shards: Callable[[int], int],
         news: News,
         faults: FaultConfig,
@@ -119,7 +121,8 @@ class Group:
     ) -> None:
         self.me = me
         self.view = View(0, ())
-        self._devices, self._specs, self._num_shards = devices, specs, num_shards
+        self._devices, self._specs, self._checks, self._num_shards = devices, specs, checks, num_shards
+        self._max_skips = faults.max_skipped_steps if faults.nonfinite == "skip" else 0
         self._news, self._faults, self._sockets, self._make_block = news, faults, sockets, make_block
         self._trace = trace or Untraced()
         self._dead: set[int] = set()
@@ -150,7 +153,7 @@ class Group:
         self.plan = finish(self._num_shards(len(devices)), len(devices))
         self.meeting = Meeting(devices, self._devices[self.me.node])
         self._spread = self._compiler.submit(Spread, self.meeting, stripe) if stripe else None
-        self._exchange = self._compiler.submit(Exchange, self.meeting, self.plan, self._specs, VOTE_SIZE)
+        self._exchange = self._compiler.submit(Exchange, self.meeting, self.plan, self._specs, self._checks)
         self._gathers: dict[int, Gather] = {}
         self.gather = self.gather_of(VOTE_SIZE + STANDING_SIZE)
         self._trace.begin(view)
@@ -185,9 +188,7 @@ class Group:
             self._news.phase("compile", -1)
         return program.result()
 
-    def attempt(
-        self, body: Callable[[], tuple[Any, np.ndarray]], step: int | None = None
-    ) -> tuple[Commit | Retry | Shrink, Any]:
+    def attempt(self, body: Callable[[], tuple[Any, np.ndarray]], step: int | None = None) -> tuple[Agreed, Any]:
         """Runs `body` in a block with all members.
 
         Args:
@@ -232,7 +233,7 @@ class Group:
         votes = [Vote.unpack(row) for row in outcome[1]] if outcome else None
         if error is not None and len(self.view.members) == 1:
             raise error  # nobody else can be the reason
-        verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes)
+        verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes, self._max_skips)
         if isinstance(verdict, Fenced):
             self._trace.concluded("fenced", None, step)
             leave(f"slot {self.me.slot}: the others go on without this worker (node {self.me.node})")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from elastic_train.membership.group import signed
 
 STANDING_SIZE = 5
@@ -44,6 +46,7 @@ class Agreement:
       refused: run another model, dtype or config; they must leave.
       fresh: nobody had any state; the donors hold what the seed gives.
       disputed: donors and some receivers disagree about the state of the same step.
+      undecided: as many hold another state of that step as hold the donors'.
     """
 
     donors: tuple[int, ...]
@@ -51,12 +54,14 @@ class Agreement:
     refused: tuple[int, ...]
     fresh: bool
     disputed: bool
+    undecided: bool
 
 
 def agree(standings: Sequence[Standing]) -> Agreement:
     """Donors are those with the highest step and, among these, the fingerprint that most of them have.
 
-    On a tie the lowest rank's fingerprint counts; `disputed` says that there was a disagreement at all.
+    On a tie the lowest rank's fingerprint counts, and `undecided` says so; not if nobody had any state, since what the
+    seed gives is as good on one as on another.
     """
     ranks = range(len(standings))
     holders = [rank for rank in ranks if standings[rank].has_state]
@@ -71,7 +76,28 @@ def agree(standings: Sequence[Standing]) -> Agreement:
     donors = tuple(rank for rank, held in zip(newest, content, strict=True) if held == chosen)
     same = {rank for rank in ranks if _content(standings[rank]) == (top, *chosen) and rank not in refused}
     receivers = tuple(rank for rank in ranks if rank not in same and rank not in refused)
-    return Agreement(donors, receivers, refused, fresh, disputed=len(donors) < len(newest))
+    largest = Counter(content).most_common(2)
+    undecided = len(largest) > 1 and largest[0][1] == largest[1][1] and not fresh
+    return Agreement(donors, receivers, refused, fresh, len(donors) < len(newest), undecided)
+
+
+def differing(tables: np.ndarray, right: int, wrong: Sequence[int], paths: Sequence[str]) -> list[str]:
+    """Key paths of the leaves in which some of the ranks `wrong` differ from the rank `right`.
+
+    Args:
+      tables: [members, leaves, 2], the fingerprints of every member's leaves.
+      paths: one per leaf.
+    """
+    differs = np.any(tables[list(wrong)] != tables[right], axis=(0, 2))
+    return [path for path, found in zip(paths, differs, strict=True) if found]
+
+
+def name_some(paths: Sequence[str], limit: int = 4) -> str:
+    """How a message names leaves."""
+    if not paths:
+        return "the position in the data"
+    more = f" and {len(paths) - limit} more leaves" if len(paths) > limit else ""
+    return ", ".join(paths[:limit]) + more
 
 
 def _content(standing: Standing) -> tuple[object, ...]:

@@ -38,6 +38,7 @@ from elastic_train.membership.roster_events import (
     Viewed,
     WorkerEvent,
 )
+from elastic_train.membership.roster_schema import refuse_if_different, refuse_minority
 from elastic_train.membership.roster_state import (
     Floor,
     Limits,
@@ -91,7 +92,7 @@ def _worker_event(turn: Turn, worker: Worker, event: WorkerEvent) -> None:
         case Hello():
             _hello(turn, worker, event)
         case Ready():
-            _ready(turn, worker)
+            _ready(turn, worker, event)
         case Viewed():
             _viewed(turn, worker, event)
         case Stepped():
@@ -146,13 +147,13 @@ def _hello(turn: Turn, worker: Worker, event: Hello) -> None:
     turn.note("worker_warming", pid=event.pid, host=event.host, **worker.identity._asdict())
 
 
-def _ready(turn: Turn, worker: Worker) -> None:
+def _ready(turn: Turn, worker: Worker, event: Ready) -> None:
     if worker.state not in (WorkerState.STARTING, WorkerState.WARMING):
         return
-    turn.set_worker(worker, state=WorkerState.READY)
+    turn.set_worker(worker, state=WorkerState.READY, schema=event.schema)
     turn.set(ever_ready=True)
     turn.note("worker_ready", **worker.identity._asdict())
-    if not turn.roster.closing:
+    if not refuse_if_different(turn, turn.roster.workers[worker.identity.slot]) and not turn.roster.closing:
         turn.announce()
 
 
@@ -239,7 +240,10 @@ def _form_if_due(turn: Turn) -> None:
 
 
 def _form(turn: Turn) -> None:
+    refuse_minority(turn)
     ready = turn.roster.ready
+    if len(ready) < turn.roster.limits.min_workers:
+        return
     view = View.of(turn.roster.view.epoch + 1, (worker.identity for worker in ready))
     turn.set(view=view, grace=False)
     for worker in ready:
@@ -323,7 +327,8 @@ def _too_long(turn: Turn, kind: str, slot: int, incarnation: int) -> None:
         return
     limits = turn.roster.limits
     if kind == "leave" and worker.left:
-        _kill(turn, worker, f"slot {slot} left the group {limits.leave_timeout_s:g} s ago and has not exited")
+        said = "was refused" if worker.state is WorkerState.READY else "left the group"
+        _kill(turn, worker, f"slot {slot} {said} {limits.leave_timeout_s:g} s ago and has not exited")
     if kind == "start" and worker.state in (WorkerState.STARTING, WorkerState.WARMING):
         timeout_s = limits.start_timeout_s
         _kill(
@@ -356,7 +361,9 @@ def _finished(turn: Turn, worker: Worker, event: Finished) -> None:
     turn.note("worker_finished", status=event.status, **worker.identity._asdict())
     if not worker.member:
         return
-    if event.status == "failed":
+    if event.message:
+        turn.end(3 if event.status == "failed" else 4, event.status, event.message)
+    elif event.status == "failed":
         message = f"the user's code failed on every worker at step {worker.step + 1}."
         turn.end(3, "failed", *with_first_traceback(turn.roster, message))
     elif not turn.roster.finishing:

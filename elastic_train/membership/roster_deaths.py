@@ -100,8 +100,11 @@ def failed(turn: Turn, event: Failed) -> None:
     where = "while starting" if event.startup else f"at step {event.step + 1}"
     text = _news_of(turn, number, event.traceback) or f"again {last_error(event.traceback)}"
     about = {"step": event.step, "fatal": event.fatal, "startup": event.startup, "traceback": event.traceback}
-    show = f"{title(event.identity)}: user code raised {where}:\n{text}"
+    last = ", for the last time that faults.max_step_failures allows" if event.fatal and not event.startup else ""
+    show = f"{title(event.identity)}: user code raised {where}{last}:\n{text}"
     turn.note("user_code_failed", show, **event.identity._asdict(), **about)
+    if event.fatal and not event.startup:
+        _failed_for_good(turn, number, event.step)
     if not event.startup or turn.roster.ever_ready:
         return
     turn.set_slot(number, startup_failed=True)
@@ -110,16 +113,28 @@ def failed(turn: Turn, event: Failed) -> None:
         turn.end(3, "failed", *with_first_traceback(turn.roster, message))
 
 
+def _failed_for_good(turn: Turn, number: int, step: int) -> None:
+    """A worker leaves because its code keeps raising at a step. If one of every slot has left so at the same step, as
+    when one sample is bad and those who get it leave one after the other, more starts would not help."""
+    turn.set_slot(number, failed_step=step)
+    roster = turn.roster
+    if all(roster.slots.get(n, Slot()).failed_step == step for n in roster.coming):
+        message = f"the user's code failed on every worker at step {step + 1}."
+        turn.end(3, "failed", *with_first_traceback(roster, message))
+
+
 def _news_of(turn: Turn, number: int, traceback: str) -> str:
-    """Keeps the first traceback of each slot. Returns what is new in it: nothing, if it is not the slot's first; one
-    line, if another slot met the same error."""
+    """Keeps the first traceback of each slot. Returns what is new in it: nothing, if the slot's last was of the same
+    type; one line, if another slot met the same error."""
     slots = turn.roster.slots
-    if not traceback or slots.get(number, Slot()).traceback:
+    if not traceback:
         return ""
     error = last_error(traceback)
-    same = (n for n, slot in sorted(slots.items()) if slot.traceback and last_error(slot.traceback) == error)
-    first = next(same, None)
-    turn.set_slot(number, traceback=traceback)
+    before = slots.get(number, Slot())
+    if before.shown.partition(":")[0] == error.partition(":")[0]:
+        return ""
+    first = next((n for n, slot in sorted(slots.items()) if n != number and slot.shown == error), None)
+    turn.set_slot(number, traceback=before.traceback or traceback, shown=error)
     if turn.roster.first_failed is None:
         turn.set(first_failed=number)
     return traceback.rstrip() if first is None else f"as on slot {first}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_train.membership.group import Identity, View
@@ -46,7 +47,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
+    """The worker could join at once. `schema` says what it runs; see `membership.schema`."""
+
     identity: Identity
+    schema: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class Failed:
 @dataclass(frozen=True)
 class Finished:
     identity: Identity
-    status: str  # "done", "stopped" or "failed"
+    status: str  # "done", "stopped", "failed" or "gave_up"
+    message: str = ""  # why it failed or gave up, if no traceback tells it
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,14 @@ class Evict:
 
 
 @dataclass(frozen=True)
+class RefuseWorker:
+    """Tell this living worker to exit: it runs something else than the others."""
+
+    identity: Identity
+    reason: str
+
+
+@dataclass(frozen=True)
 class AskStop:
     """Tell these nodes to agree on a stop after a commit (`now=False`), or to exit (`now=True`)."""
 
@@ -235,4 +248,6 @@ class Note:
     show: str = ""
 
 
-Action = Start | Kill | Refuse | Tombstone | Abort | Announce | Form | Evict | AskStop | SetTimer | End | Note
+Action = (
+    Start | Kill | Refuse | Tombstone | Abort | Announce | Form | Evict | RefuseWorker | AskStop | SetTimer | End | Note
+)

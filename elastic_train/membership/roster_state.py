@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -40,7 +40,8 @@ class Worker:
     host: str = ""
     step: int = 0
     first_step: int | None = None  # the first new step it took part in; not one that is taken again
-    left: bool = False  # the members have gone on without it; its exit is awaited
+    left: bool = False  # the members have gone on without it, or it was refused; its exit is awaited
+    schema: Mapping[str, str] = field(default_factory=dict)  # what it runs, known when it is ready
     finished: str = ""  # the status it reported, empty while it trains
 
     @property
@@ -62,6 +63,9 @@ class Slot:
     startup_failed: bool = False  # user code raised before the worker was ready, at least once
     exit_code: int | None = None  # of the last exit
     traceback: str = ""  # the first one
+    shown: str = ""  # the error that was shown last
+    failed_step: int | None = None  # the step whose failures a worker of this slot left for last
+    refused: str = ""  # what was said when a worker of this slot was refused last
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Roster:
 
     @property
     def ready(self) -> tuple[Worker, ...]:
-        return tuple(worker for worker in self.living if worker.state is WorkerState.READY)
+        return tuple(worker for worker in self.living if worker.state is WorkerState.READY and not worker.left)
 
     @property
     def coming(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
@@ -13,11 +13,11 @@ import numpy as np
 
 from elastic_train.data.batches import Batches
 from elastic_train.data.prefetch import Shard
-from elastic_train.membership.group import Commit, Retry, Shrink, Vote
+from elastic_train.membership.group import Agreed, Commit, Retry, Vote
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
 from elastic_train.step.flat import Flats
-from elastic_train.step.local import LocalProgram
+from elastic_train.step.local import LocalProgram, Marks
 from elastic_train.step.plan import fold, partials, run_of
 
 
@@ -39,12 +39,13 @@ class Outcome:
 
     Attributes:
       verdict: the same on all members.
-      state: the state after it; the old one unless the step was committed.
-      metrics: means over the batch, if the step was committed.
+      state: the state after it; the old one unless the step was committed. A step that was skipped has moved only its
+        place in the data.
+      metrics: means over the batch, if the step was committed, or if it was not because they are not finite.
       failure: traceback of this worker's own code, if that raised.
     """
 
-    verdict: Commit | Retry | Shrink
+    verdict: Agreed
     state: TrainState
     metrics: dict[str, float]
     failure: str
@@ -90,52 +91,67 @@ class Stepper:
         raised = [failure] if failure else []
 
         def body() -> tuple[Flats, np.ndarray]:
-            sums = self._partial_sums(state, raised)
+            marks = self._local.marks(state, vote.checked)
+            sums, marks = self._partial_sums(state, marks, raised)
             exchange = self._group.exchange
             self._phase("exchange")
-            return exchange(sums, (Vote(vote.step, ok=False) if raised else vote).pack())
+            said = replace(vote, ok=False) if raised else vote
+            return exchange(sums, said.pack(), marks)
 
         verdict, total = self._group.attempt(body, step=state.step + 1)
-        metrics: dict[str, float] = {}
+        values: dict[str, jax.Array] = {}
         if isinstance(verdict, Commit):
             self._phase("update")
             size = self._batches.size(self._group.plan.num_members)
-            state, values = self._local.update(state, total, size)
-            metrics = {name: float(value) for name, value in jax.device_get(values).items()}
+            if verdict.skipped is None:
+                state, values = self._local.update(state, total, size)
+            else:
+                state, values = _moved_on(state, size), self._local.means(total)
+        elif isinstance(verdict, Retry) and verdict.nonfinite is not None:
+            values = self._local.means(total)
+        metrics = {name: float(value) for name, value in jax.device_get(values).items()}
         return Outcome(verdict, state, metrics, raised[0] if raised else "")
 
-    def _partial_sums(self, state: TrainState, raised: list[str]) -> list[Flats]:
+    def _partial_sums(self, state: TrainState, marks: Marks, raised: list[str]) -> tuple[list[Flats], Marks]:
         began = time.monotonic()
         self._phase("data")
         plan = self._group.plan
         run = run_of(plan.num_shards, plan.num_members, self._group.rank)
+        newest = [marks]
+
+        def shard_sums(shard: int) -> Flats:
+            sums, newest[0] = self._shard(state, shard, newest[0])
+            return sums
+
         if raised:
-            return [self._local.zeros()]
+            return [self._local.zeros()], marks
         try:
             self._data.expect(state, run, self._batches.size(plan.num_members))
-            sums = [
-                fold(node, lambda shard: self._shard(state, shard), self._local.add)
-                for node in partials(run.start, run.stop, plan.num_shards)
-            ]
+            sums = [fold(node, shard_sums, self._local.add) for node in partials(run.start, run.stop, plan.num_shards)]
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.
             # And whoever says that it waits for the others has done its part, an endless kernel included.
             self._phase("compute")
-            jax.block_until_ready(sums)
+            jax.block_until_ready((sums, newest[0]))
             self._worked(time.monotonic() - began, len(run))
-            return sums
+            return sums, newest[0]
         except (Exception, SystemExit) as error:
             error.add_note(f"in step {state.step + 1}")
             raised.append(traceback.format_exc())
-            return [self._local.zeros()]
+            return [self._local.zeros()], marks
 
-    def _shard(self, state: TrainState, shard: int) -> Flats:
+    def _shard(self, state: TrainState, shard: int, marks: Marks) -> tuple[Flats, Marks]:
         self._phase("data")
         samples = self._data.read(state.samples, shard)
         self._phase("compute")
         batch = self._local.put(*samples)
         try:
-            return self._local.shard_sums(state, batch, shard)
+            return self._local.shard_sums(state, batch, shard, marks)
         except Exception as error:
             error.add_note(f"in the loss of shard {shard}")
             raise
+
+
+def _moved_on(state: TrainState, num_samples: int) -> TrainState:
+    """The state after a step that is skipped: its samples count as used, and the next step has keys of its own."""
+    return replace(state, step=state.step + 1, samples=state.samples + num_samples)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import jax
 import numpy as np
 
-from elastic_train.membership.group import VOTE_SIZE, Commit, Retry, Shrink, Vote
+from elastic_train.membership.group import VOTE_SIZE, Agreed, Commit, Vote
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
 from elastic_train.step.local import LocalProgram
@@ -35,9 +36,10 @@ class Evaluator:
         self.num_batches = -(-num_samples // rows)
 
     def attempt(
-        self, group: Group, state: TrainState, phase: Callable[[str], None]
-    ) -> tuple[Commit | Retry | Shrink, dict[str, float], str]:
-        """Evaluates once with the current members. `phase` is told what is being done, with every batch anew.
+        self, group: Group, state: TrainState, vote: Vote, phase: Callable[[str], None]
+    ) -> tuple[Agreed, dict[str, float], str]:
+        """Evaluates once with the current members. `vote` is this member's, if its code does not raise; `phase` is told
+        what is being done, with every batch anew.
 
         Returns the verdict; the means, if it is `Commit`; and the traceback of this worker's code, if that raised.
         """
@@ -54,9 +56,10 @@ class Evaluator:
                 for place, number in enumerate(range(group.rank, self.num_batches, members)):
                     phase("evaluate")
                     sums[place] = self._batch_sums(state, number)
-            except (Exception, SystemExit):
+            except (Exception, SystemExit) as error:
+                error.add_note(f"in the evaluation after step {state.step}")
                 raised.append(traceback.format_exc())
-            row = Vote(state.step, ok=not raised).pack() + sums.view(np.int32).ravel().tolist()
+            row = replace(vote, ok=not raised).pack() + sums.view(np.int32).ravel().tolist()
             phase("compile")
             gather = group.gather_of(len(row))
             phase("gather")

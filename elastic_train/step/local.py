@@ -14,8 +14,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from elastic_train.state import Device, PyTree, TrainState, fingerprint
-from elastic_train.step.flat import Flats, Flattener
+from elastic_train.membership.group import MARKS_START, MARKS_STOP
+from elastic_train.state import Device, PyTree, TrainState, fingerprint, leaf_fingerprints
+from elastic_train.step.flat import Checks, Flats, Flattener, is_finite
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -34,6 +35,8 @@ class WeightedSum(NamedTuple):
 
 
 Means = dict[str, WeightedSum]
+Marks = jax.Array
+"""int32[1, 4] on the device: see `group.MARKS_START`."""
 
 
 class LocalProgram:
@@ -65,6 +68,7 @@ class LocalProgram:
         self._sums_shape = sums
         self._flattener = Flattener(sums)
         self.specs = self._flattener.specs
+        self.checks = self._checks(sums)
         self._compile(example, eval_batch)
         # On the CPU, where a few scalar operations cost microseconds; they only go into the log.
         self._log_device = jax.local_devices(backend="cpu")[0]
@@ -81,6 +85,17 @@ class LocalProgram:
         params, rest = self._own(nnx.to_pure_dict(self._params)), self._own(nnx.to_pure_dict(self._rest))
         opt_state = self._own(jax.jit(self._transform.init)(params))
         self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
+        paths = jax.tree_util.tree_flatten_with_path(self.initial.arrays)[0]
+        self.leaf_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+    def _checks(self, sums: PyTree) -> Checks:
+        """Gradients and loss must be finite. What a metric says is the user's affair, and model state may hold
+        infinities on purpose, such as a mask."""
+        yes, no = (jax.tree.map(lambda _, value=value: value, sums) for value in (True, False))
+        loss = yes["means"]["loss"]
+        chosen = {**no, "grads": yes["grads"], "means": {**no["means"], "loss": loss}}
+        weight = {**no, "means": {**no["means"], "loss": loss._replace(value=False)}}
+        return self._flattener.checks(chosen, weight)
 
     def _own(self, tree: PyTree) -> PyTree:
         """Copies on this worker's device: the state is donated, and must not take anybody else's arrays along."""
@@ -90,11 +105,16 @@ class LocalProgram:
         arrays = self.initial.arrays
         number = jax.ShapeDtypeStruct((), jnp.uint32)
         flats = self.specs
-        self._shard = self._aot(self._flat_sums, (), *arrays.values(), *example, number, number)
+        marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
+        self._shard = self._aot(self._flat_sums, (), *arrays.values(), *example, number, number, marks)
         self._add = self._aot(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (), flats, flats)
         self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats, *self._scale(1))
         self._fingerprint = self._aot(fingerprint, (), arrays)
+        self._fingerprint_marks = self._aot(_fingerprint_marks, (), arrays)
+        self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
         self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in flats), ())
+        self._means: Any = None
+        self._leaf_fingerprints: Any = None
         self._evaluate = None
         self.eval_names: list[str] = []
         if eval_batch is not None:
@@ -113,10 +133,14 @@ class LocalProgram:
         """One shard's samples and their weights (1, or 0 for padding) on the device."""
         return jax.device_put((dict(batch), weight), self._device)
 
-    def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int) -> Flats:
-        """Sums over one shard: gradients, loss, metrics, model state."""
+    def marks(self, state: TrainState, checked: bool) -> Marks:
+        """The marks of a step before any shard: the state's fingerprint, if it is to be compared."""
+        return self._fingerprint_marks(state.arrays) if checked else self._no_marks
+
+    def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int, marks: Marks) -> tuple[Flats, Marks]:
+        """Sums over one shard: gradients, loss, metrics, model state. Marks tell of what is not finite."""
         numbers = jax.device_put((np.uint32(state.step % 2**32), np.uint32(shard)), self._device)
-        return self._shard(*state.arrays.values(), *batch, *numbers)
+        return self._shard(*state.arrays.values(), *batch, *numbers, marks)
 
     def add(self, left: Flats, right: Flats) -> Flats:
         """One addition of the canonical tree."""
@@ -131,6 +155,12 @@ class LocalProgram:
         scale = self._scale(num_samples)
         params, model_state, opt_state, metrics = self._update(*state.arrays.values(), total, *scale)
         return TrainState(state.step + 1, state.samples + num_samples, params, model_state, opt_state), metrics
+
+    def means(self, total: Flats) -> dict[str, jax.Array]:
+        """The metrics of a step that is not taken, means as `update` gives them. Compiled when it is first needed."""
+        if self._means is None:
+            self._means = self._aot(lambda flats: _means(self._flattener.unflatten(flats)["means"]), (), self.specs)
+        return self._means(total)
 
     def _scale(self, num_samples: int) -> tuple[jax.Array, ...]:
         """The factor on the update, float32[]; nothing if the trainer does not ask for one."""
@@ -149,6 +179,12 @@ class LocalProgram:
         """64 bits that depend on every bit of the state; see `state.fingerprint`."""
         first, second = np.asarray(self._fingerprint(state.arrays))
         return int(first), int(second)
+
+    def leaf_fingerprints(self, state: TrainState) -> np.ndarray:
+        """uint32[leaves, 2], the leaves in the order of `leaf_paths`. Compiled when it is first needed."""
+        if self._leaf_fingerprints is None:
+            self._leaf_fingerprints = self._aot(leaf_fingerprints, (), self.initial.arrays)
+        return np.asarray(self._leaf_fingerprints(state.arrays))
 
     def eval_sums(self, state: TrainState, batch: tuple[Any, Any]) -> Means:
         """Sums of the evaluation metrics over one batch."""
@@ -202,8 +238,15 @@ class LocalProgram:
         scaled = jax.tree.map(lambda x: _share_of(x, share, shard), after)
         return {"grads": grads, "means": means, "share": share, "model_state": scaled}
 
-    def _flat_sums(self, *args: Any) -> Flats:
-        return self._flattener.flatten(self._sums(*args))
+    def _flat_sums(self, *args: Any) -> tuple[Flats, Marks]:
+        *inputs, marks = args
+        flats = self._flattener.flatten(self._sums(*inputs))
+        if self._device.platform == "cpu":
+            flats = jax.lax.optimization_barrier(flats)  # as in `_apply`: what is looked at stays the same bits
+        bad = ~is_finite(flats, self.checks)
+        first, second, num_bad, first_bad = marks[0]
+        first_bad = jnp.where(bad & (num_bad == 0), inputs[-1].astype(jnp.int32), first_bad)
+        return flats, jnp.stack([first, second, num_bad + bad.astype(jnp.int32), first_bad])[None]
 
     def _apply(
         self, params: PyTree, model_state: PyTree, opt_state: PyTree, flats: Flats, *scale: jax.Array
@@ -225,7 +268,7 @@ class LocalProgram:
             params,
             model_state,
             opt_state,
-            {name: mean.value / mean.weight for name, mean in means.items()},
+            _means(means),
         )
 
     def _eval_sums(self, params: PyTree, model_state: PyTree, batch: Any, weight: Any) -> Means:
@@ -233,6 +276,15 @@ class LocalProgram:
         model.eval()
         metrics = self._trainer.evaluate(model, batch)
         return {name: _weighted(f"evaluate(), metric {name!r}", x, weight) for name, x in metrics.items()}
+
+
+def _means(means: Means) -> dict[str, jax.Array]:
+    return {name: mean.value / mean.weight for name, mean in means.items()}
+
+
+def _fingerprint_marks(arrays: PyTree) -> Marks:
+    words = jax.lax.bitcast_convert_type(fingerprint(arrays), jnp.int32)
+    return jnp.concatenate([words, jnp.zeros((MARKS_STOP - MARKS_START - 2,), jnp.int32)])[None]
 
 
 def _parts(model: nnx.Module) -> tuple[Any, Any, Any, Any]:

@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from elastic_train.membership.group import FINITE_BIT, FLAGS_WORD, MARKS_START, MARKS_STOP, VOTE_SIZE
 from elastic_train.state import Device
-from elastic_train.step.flat import Flats
+from elastic_train.step.flat import Checks, Flats, is_finite
 from elastic_train.step.plan import Plan
 
 AXIS = "members"
@@ -98,31 +99,43 @@ class Spread:
 
 
 class Exchange:
-    """Sum of all shards over the canonical tree, and everybody's control vector.
+    """Sum of all shards over the canonical tree, whether it is finite, and everybody's control vector.
 
     Args:
       meeting: the members' devices.
       plan: who holds which partial sum, and the additions that are left.
       specs: shapes of one partial sum, array[1, size] per dtype.
-      vote_size: length of the control vector.
+      checks: which entries of the sum must be finite.
     """
 
-    def __init__(self, meeting: Meeting, plan: Plan, specs: tuple[jax.ShapeDtypeStruct, ...], vote_size: int) -> None:
-        self._meeting, self._plan, self._specs = meeting, plan, specs
-        vote = jax.ShapeDtypeStruct((1, vote_size), jnp.int32)
-        self._program = meeting.program(self._body, (specs,) * plan.slots_per_member, vote)
+    def __init__(self, meeting: Meeting, plan: Plan, specs: tuple[jax.ShapeDtypeStruct, ...], checks: Checks) -> None:
+        self._meeting, self._plan, self._specs, self._checks = meeting, plan, specs, checks
+        vote = jax.ShapeDtypeStruct((1, VOTE_SIZE), jnp.int32)
+        marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
+        self._program = meeting.program(self._body, (specs,) * plan.slots_per_member, vote, marks)
 
-    def __call__(self, partials: Sequence[Flats], vote: Sequence[int]) -> tuple[Flats, np.ndarray]:
-        """Returns the total and int32[members, vote_size]. Blocks until all have taken part."""
+    def __call__(self, partials: Sequence[Flats], vote: Sequence[int], marks: jax.Array) -> tuple[Flats, np.ndarray]:
+        """Returns the total and int32[members, VOTE_SIZE]. Blocks until all have taken part.
+
+        Args:
+          partials: this member's partial sums.
+          vote: its control vector, as the host knows it.
+          marks: int32[1, 4] on the device, for the place that `group.MARKS_START` names.
+        """
         # Members with fewer partials than the widest repeat one; the plan never reads it.
         padded = tuple(partials) + (partials[0],) * (self._plan.slots_per_member - len(partials))
-        mine = (padded, self._meeting.put(np.array(vote, np.int32)))
+        mine = (padded, self._meeting.put(np.array(vote, np.int32)), marks)
         total, votes = jax.block_until_ready(self._program(*self._meeting.mine_of_all(mine)))
         return self._meeting.local(total), np.asarray(self._meeting.local(votes))
 
-    def _body(self, partials: tuple[Flats, ...], vote: jax.Array) -> tuple[Flats, jax.Array]:
+    def _body(self, partials: tuple[Flats, ...], vote: jax.Array, marks: jax.Array) -> tuple[Flats, jax.Array]:
         total = tuple(self._sum([flats[i] for flats in partials]) for i in range(len(self._specs)))
-        return total, jax.lax.all_gather(vote[0], AXIS)
+        row = jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:]])
+        rows = jax.lax.all_gather(row, AXIS)
+        # All members hold the same total, so all clear the same bit.
+        usable = is_finite(total, self._checks) & self._checks.has_weight(total)
+        flags = rows[:, FLAGS_WORD]
+        return total, rows.at[:, FLAGS_WORD].set(jnp.where(usable, flags, flags & ~FINITE_BIT))
 
     def _sum(self, partials: list[jax.Array]) -> jax.Array:
         members = self._meeting.size

@@ -21,13 +21,15 @@ class Fault:
 
     Attributes:
       kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed), "stuck" (it
-        held up the others for too long, so it was killed), "slow" (a straggler that was replaced) or "raised" (user
-        code raised, the step was tried again, nobody died).
-      slot: whose.
+        held up the others for too long, so it was killed), "slow" (a straggler that was replaced), "raised" (user code
+        raised, the step was tried again, nobody died), "nonfinite" (its gradient was not finite: the step was tried
+        again or skipped) or "differs" (it held another state than the others, and received theirs).
+      slot: whose; None if a sum was not finite although every worker's part was.
       step: the completed steps of the members at that time; the last step known of a worker that was no member.
       began: Unix time at which the agent saw the exit, or the raise was noted. Nobody sees when a worker falls
         silent; for one that did, it is the time of the last commit before, and a median step more.
-      cause: "raised" if a worker exited because its code kept raising, else None.
+      cause: "raised" if a worker exited because its code kept raising, "refused" if because it ran something else than
+        the members, else None.
       detect_s: from `began` until the members were told, or until it was noted where there was nobody to tell.
       rebuild_s: how long it took to compile and connect the next members' programs.
       heal_s: how long it took until all of them had the state.
@@ -36,7 +38,7 @@ class Fault:
     """
 
     kind: str
-    slot: int
+    slot: int | None
     step: int | None
     began: float
     detect_s: float | None = None
@@ -99,7 +101,7 @@ def find_faults(
     departures = _departures(events)
     finished: set[tuple[int, int]] = set()
     silenced: dict[tuple[int, int], Event] = {}
-    raising: set[tuple[int, int]] = set()
+    causes: dict[tuple[int, int], str] = {}
     deaths: dict[int, list[int]] = {}
     for index, event in enumerate(events):
         if event["event"] == "worker_died":
@@ -114,9 +116,15 @@ def find_faults(
         elif name == "worker_killed":
             silenced.setdefault(_worker(event), event)
         elif name == "user_code_failed" and (event.get("fatal") or event.get("startup")):
-            raising.add(_worker(event))
+            causes[_worker(event)] = "raised"
+        elif name == "worker_refused":
+            causes[_worker(event)] = "refused"
         elif name == "user_code_failed":
-            faults.append(_raised(event, commits))
+            faults.append(_retried("raised", event["slot"], event, commits))
+        elif name == "gradient_not_finite":
+            faults += [_retried("nonfinite", slot, event, commits) for slot in event["slots"] or [None]]
+        elif name == "state_differs" and event.get("why") != "transfer":
+            faults += [_retried("differs", slot, event, commits) for slot in event["slots"]]
         elif name == "worker_died":
             is_member = event.get("state", "member") == "member"
             # Once a member has finished, the others are told to end.
@@ -131,7 +139,7 @@ def find_faults(
             is_silent = (was_silenced and kind != "slow") or event.get("exit_code") is None
             began = _last_sign(events, departure, step_time_s) if is_silent and departure else None
             fault = _death(events, index, kind, departure, is_member, began)
-            faults.append(replace(fault, cause="raised") if _worker(event) in raising else fault)
+            faults.append(replace(fault, cause=causes.get(_worker(event))))
     return faults
 
 
@@ -262,13 +270,13 @@ def _death(
     return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, moment(recovery))
 
 
-def _raised(event: Event, commits: Sequence[Event]) -> Fault:
+def _retried(kind: str, slot: int | None, event: Event, commits: Sequence[Event]) -> Fault:
     """The cost of a retry is the time to the commit of the step that failed, which is the one after `step`."""
     step, began = event["step"], moment(event)
     times = [commit["time"] for commit in commits if commit["step"] == step + 1]
     # The note may arrive after the commit of the retry.
     ended = next((time for time in times if time >= began), max(times[-1], began) if times else None)
-    return Fault("raised", event["slot"], step, began, 0.0, 0.0, 0.0, ended)
+    return Fault(kind, slot, step, began, 0.0, 0.0, 0.0, ended)
 
 
 def _kind(event: Event) -> str:

@@ -17,6 +17,7 @@ A *record* describes one committed step. Members send it as JSON:
 | `pass_size` | samples of a pass: the length of the data set |
 | `evaluation` | optional: means of an evaluation of the state after this step |
 | `recovered` | optional, on an epoch's first record: fields of the event `recovered` |
+| `skipped` | optional, true: parameters and optimizer stayed as they were, since the gradient was not finite |
 | any other | a metric of the user's |
 
 A line of metrics.jsonl has these fields, less those of the ledger; what `evaluation` holds is there as `eval_NAME`.
@@ -63,6 +64,8 @@ _COSTLY = frozenset(
         "worker_died",
         "worker_finished",
         "user_code_failed",
+        "gradient_not_finite",
+        "state_differs",
         "steps_repeated",
         "abort_sent",
         "view_changed",
@@ -199,7 +202,7 @@ class RunDirectory:
             self._events.flush()
             if name in _COSTLY:
                 self._costly_events.append({key: value for key, value in line.items() if key != "traceback"})
-            if name == "user_code_failed":
+            if name in ("user_code_failed", "gradient_not_finite", "state_differs"):
                 self._retried.add(fields["step"] + 1)
             if name == "recovered":
                 self._count_costs(line)
@@ -367,6 +370,8 @@ class RunDirectory:
             "pass_size": record["pass_size"],
             "workers": record["workers"],
         }
+        if record.get("skipped"):
+            line["skipped"] = True
         if len(passes) > 1:
             line["crosses"] = passes
         self._ledger.write(dump(line) + "\n")

@@ -14,6 +14,11 @@ _KINDS = {
     "stuck": "was stuck and was killed",
     "slow": "was too slow and was replaced",
 }
+_TRIED_AGAIN = {
+    "raised": "{who} raised an exception{place}: the step was tried again{times}",
+    "nonfinite": "the gradient {who} was not finite{place}{times}",
+    "differs": "{who} held another state{place} and was healed{times}",
+}
 
 
 def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
@@ -61,7 +66,8 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for number, fault in enumerate(faults):
         is_raise = fault["kind"] == "raised" or fault.get("cause") == "raised"
-        key = (fault["slot"], fault["step"]) if is_raise else (number, None, None)
+        kind = "raised" if is_raise else fault["kind"]
+        key = (kind, fault["slot"], fault["step"]) if kind in _TRIED_AGAIN else (number, None, None)
         groups.setdefault(key, []).append(fault)
     return [_line("fault", _fault(group)) for group in groups.values()]
 
@@ -70,15 +76,22 @@ def _fault(group: Sequence[Mapping[str, Any]]) -> str:
     """Faults of one worker at one step, in one line."""
     last = group[-1]
     place = "" if last["step"] is None else f" after step {last['step']}"
-    if last["kind"] == "raised":
+    if last["kind"] in _TRIED_AGAIN:
         times = f" {len(group)} times" if len(group) > 1 else ""
         longest = max((fault["total_s"] for fault in group if fault["total_s"] is not None), default=None)
         cost = "" if longest is None else f", {_seconds(longest)} until it committed"
-        return f"worker {last['slot']} raised an exception{place}: the step was tried again{times}{cost}"
+        if last["kind"] == "raised" and not cost:
+            return f"worker {last['slot']} raised an exception{place}{times}"  # in the last step's hook, or at the end
+        who = f"worker {last['slot']}"
+        if last["kind"] == "nonfinite":
+            who = "summed over all workers" if last["slot"] is None else f"of {who}"
+        return _TRIED_AGAIN[last["kind"]].format(who=who, place=place, times=times) + cost
     because = ""
     if last.get("cause") == "raised":
         times = f", {len(group)} times in a row" if len(group) > 1 else ""
         because = f" because its code raised{times}"
+    elif last.get("cause") == "refused":
+        because = ", refused because it ran something else than the members"
     return f"worker {last['slot']} {_KINDS[last['kind']]}{place}{because}: {_cost(last)}"
 
 

@@ -28,13 +28,13 @@ FAULTY = ROOT / "tests" / "multiprocess" / "recipes" / "faulty.py"
 DEADLINE_S = 120.0
 
 
-def plain_run(run_dir: Path, steps: int, recipe: Path = FAULTY) -> dict[str, Any]:
+def plain_run(run_dir: Path, steps: int, *options: str, recipe: Path = FAULTY, exit_code: int = 0) -> dict[str, Any]:
     """The summary of an undisturbed run of so many steps in one plain process."""
-    command = [sys.executable, str(recipe), "--steps", str(steps), "--run-dir", str(run_dir)]
+    command = [sys.executable, str(recipe), "--steps", str(steps), "--run-dir", str(run_dir), *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment.pop("FAULTS", None)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == exit_code, ended.stderr
     return json.loads((run_dir / "summary.json").read_text())
 
 

@@ -189,7 +189,7 @@ def test_what_a_worker_tells_becomes_events(job: Job) -> None:
     link = job.link(1)
     me = link.identity
     view = View(3, (me,))
-    link.ready()
+    link.ready({})
     link.viewed(view, "formed", (), (me,), 7, 5.5)
     link.phase("compute", 7)
     job.events.expect(r.Ready(me))
@@ -235,7 +235,7 @@ def test_what_the_roster_decides_reaches_workers_and_agents(job: Job) -> None:
     ]
     assert next(agent.call).welcome.jax_address == job.coordinator.jax_address
     job.events.expect(r.AgentJoined("here", (0, 1)))
-    link.ready()
+    link.ready({})
     assert evicted.get(timeout=PATIENCE_S) == "out of date"
     assert link.candidates == (other,)
     assert link.wait_formed(0) == view
@@ -244,6 +244,24 @@ def test_what_the_roster_decides_reaches_workers_and_agents(job: Job) -> None:
     assert wire.identity_value(next(agent.call).start.identity) == other
     assert next(agent.call).kill.reason == "stuck"
     job.events.expect(r.TimerOver("soon"))
+
+
+def test_what_a_member_notes_is_written_and_shown_and_a_refusal_reaches_the_worker(job: Job) -> None:
+    link = job.link(1)
+    evicted: queue.Queue[str] = queue.Queue()
+    link.on_evict = evicted.put
+    link.noted("state_repaired", "all is well", step=3, slots=[1])
+    job.notes.expect(("state_repaired", {"step": 3, "slots": [1]}))
+    other = job.link(2)
+    other.noted("state_repaired", "all is well", step=3, slots=[1])
+    other.noted("state_repaired", "all is well again", step=4, slots=[1])
+    job.shown.expect("all is well again")
+    assert len([item for item in job.shown._items if item == "all is well"]) == 1
+    job.shown.expect("all is well")
+    job.answers[r.Ready] = lambda _: [r.RefuseWorker(link.identity, "runs something else")]
+    link.ready({"config/steps": "3"})
+    job.events.expect(r.Ready(link.identity, {"config/steps": "3"}))
+    assert evicted.get(timeout=PATIENCE_S) == "runs something else"
 
 
 def test_the_tombstone_is_set_before_anybody_is_told(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,7 +543,7 @@ def test_a_callback_that_raises_makes_the_link_lost(job: Job) -> None:
 
     link.on_abort = fail
     job.answers[r.Ready] = lambda _: [r.Abort(Identity(5, 0, 6), (1,))]
-    link.ready()
+    link.ready({})
     assert "ZeroDivisionError: 6" in lost.get(timeout=PATIENCE_S)
     job.events.expect_kind(r.Silent)
 
@@ -554,7 +572,7 @@ def test_a_quiet_job_says_where_everybody_is() -> None:
 def test_a_failing_roster_ends_the_job(job: Job) -> None:
     agent = job.agent(0)
     job.answers[r.Ready] = lambda _: [1 / 0]
-    job.link(1).ready()
+    job.link(1).ready({})
     end = job.coordinator.wait(PATIENCE_S)
     assert end is not None
     assert (end.exit_code, end.status) == (1, "failed") and "ZeroDivisionError" in end.message
@@ -563,7 +581,7 @@ def test_a_failing_roster_ends_the_job(job: Job) -> None:
 
 def test_an_agent_that_comes_after_the_end_is_let_go(job: Job) -> None:
     job.answers[r.Ready] = lambda _: [r.End(130, "stopped", "stopped before training began")]
-    job.link(1).ready()
+    job.link(1).ready({})
     assert job.coordinator.wait(PATIENCE_S) is not None
     agent = job.agent(0)
     assert [next(agent.call).WhichOneof("message") for _ in range(2)] == ["welcome", "shutdown"]
@@ -572,7 +590,7 @@ def test_an_agent_that_comes_after_the_end_is_let_go(job: Job) -> None:
 def test_a_summary_that_cannot_be_written_is_part_of_the_end(job: Job) -> None:
     job.answers[r.Ready] = lambda _: [r.End(0, "done", "all steps done")]
     job.event = lambda name, /, **fields: (_ for _ in ()).throw(OSError("disk full"))
-    job.link(1).ready()
+    job.link(1).ready({})
     end = job.coordinator.wait(PATIENCE_S)
     assert end is not None
     assert (end.exit_code, end.status) == (1, "failed") and "disk full" in end.message

@@ -21,7 +21,7 @@ def alone(tmp_path_factory):
 
     def summary(name: str) -> dict:
         if name not in made:
-            made[name] = plain_run(tmp_path_factory.mktemp(name) / "alone", STEPS, RECIPES[name])
+            made[name] = plain_run(tmp_path_factory.mktemp(name) / "alone", STEPS, recipe=RECIPES[name])
         return made[name]
 
     return summary
@@ -94,7 +94,7 @@ LAST = 41
     ids=["first step, pass boundary", "twice in one pass", "last step, after the last commit"],
 )
 def test_kills_at_the_edges_of_runs_and_passes(tmp_path: Path, faults):
-    expected = plain_run(tmp_path / "alone", LAST, FAULTY)
+    expected = plain_run(tmp_path / "alone", LAST)
     with Job(tmp_path / "run", FAULTY, "--steps", str(LAST), workers=3, faults=faults) as job:
         assert job.finish() == 0, job.logs()
         assert_same(job, expected)

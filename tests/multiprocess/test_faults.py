@@ -158,66 +158,11 @@ def test_joiner_killed_before_it_meets_the_members(tmp_path):
         stop_and_compare(job, tmp_path)
 
 
-def test_worker_that_raises_once_is_retried(tmp_path, undisturbed):
-    with run(tmp_path, fault(1, "data", step=20, what="raise"), fault(0, "hook", step=30, what="raise")) as job:
-        assert job.finish() == 0, job.logs()
-        assert_exact(job, undisturbed)
-        assert kinds(job) == [("raised", 1), ("raised", 0)]
-        assert "planned failure in data at step 20 on slot 1" in job.events("user_code_failed")[0]["traceback"]
-
-
-def test_worker_that_always_raises_is_given_up_and_the_others_go_on(tmp_path, undisturbed):
-    always = fault(1, "data", what="raise", always=True, incarnation=-1)
-    with run(tmp_path, always, options=("--set", "faults.max_restarts=1")) as job:
-        assert job.finish() == 0, job.logs()
-        assert_exact(job, undisturbed)
-        assert "planned failure in data" in job.output
-        assert job.lines("ledger.jsonl")[-1]["workers"] == [0, 2]
-
-
-def test_code_that_raises_on_all_workers_ends_the_job_with_the_traceback(tmp_path):
-    with run(tmp_path, fault(-1, "data", step=5, what="raise", always=True)) as job:
-        assert job.finish() == 3, job.logs()
-        assert "planned failure in data at step 5" in job.output
-        assert job.summary["status"] == "failed"
-        assert len(job.events("worker_started")) == 3
-        assert job.processes_left() == []
-
-
-@pytest.mark.parametrize("what", ["exit", "interrupt"])
-def test_exceptions_that_mean_an_exit_do_not_block_the_others(tmp_path, undisturbed, what):
-    with run(tmp_path, fault(1, "data", step=5, what=what)) as job:
-        assert job.finish() == 0, job.logs()
-        assert_exact(job, undisturbed)
-
-
-def test_sys_exit_on_all_workers_ends_the_job_like_any_failure(tmp_path):
-    with run(tmp_path, fault(-1, "data", step=5, what="exit", always=True)) as job:
-        assert job.finish() == 3, job.logs()
-        assert "SystemExit: planned exit" in job.output
-
-
-def test_sys_exit_at_start_on_all_workers_is_not_tried_for_ever(tmp_path):
-    with run(tmp_path, fault(-1, "start", what="exit", always=True, incarnation=-1)) as job:
-        assert job.finish() == 3, job.logs()
-        assert "SystemExit: planned exit" in job.output
-        assert len(job.events("worker_started")) <= 6
-
-
 @pytest.mark.soak
 def test_workers_that_all_die_at_the_same_step_are_given_up(tmp_path):
     options = ("--set", "faults.max_restarts=1", "faults.forgive_after_steps=5")
     with run(tmp_path, fault(-1, "data", step=12, what="die", always=True, incarnation=-1), options=options) as job:
         assert job.finish() == 4, job.logs()
-
-
-def test_code_that_raises_at_start_on_all_workers_is_not_tried_for_ever(tmp_path):
-    with run(tmp_path, fault(-1, "start", what="raise", always=True, incarnation=-1)) as job:
-        assert job.finish() == 3, job.logs()
-        assert "planned failure in start" in job.output
-        assert job.lines("ledger.jsonl") == []
-        assert len(job.events("worker_started")) <= 6
-        assert job.processes_left() == []
 
 
 def test_exchange_that_fails_on_one_member_alone_costs_that_worker_only(tmp_path, undisturbed):

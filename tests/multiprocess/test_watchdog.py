@@ -73,7 +73,7 @@ def test_row_12_python_deadlock_of_the_only_worker(tmp_path):
 
 def test_row_12_python_deadlock_in_an_evaluation(tmp_path, undisturbed):
     options = (*WATCHFUL, "--set", "faults.evaluate_timeout_s=5.0")
-    with run(tmp_path, fault(2, "evaluation", step=60, what="deadlock"), options=options) as job:
+    with run(tmp_path, fault(2, "evaluate", step=60, what="deadlock"), options=options) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
         assert_found_stuck(job, 2, ("evaluate",), "in strike")

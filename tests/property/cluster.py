@@ -1,20 +1,25 @@
 """A job without processes: agents, workers and members around the roster, driven by a random schedule.
 
 Messages wait in one queue per stream and direction, and any queue may be served next. Members use
-`group.requests` and `View` as the real ones do, around an idealised `live_devices` block: it ends when every
+`group.judge`, `agree` and `View` as the real ones do, around an idealised `live_devices` block: it ends when every
 node of the view that has no tombstone has entered it, and, if somebody is dead, when everyone has been told
 (a collective does not end by itself). Its outcome is fixed at one moment, but each member takes it over at a
 time of its own. What each member does at its barriers is kept, and checked by `check_barriers`.
+
+A state is a number that follows from the one before, by the step. It may be damaged (`flips`), gradients may be not
+finite, and joiners may run other code (`edits`).
 """
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_train.membership import semantics
-from elastic_train.membership.group import Identity, View, Vote, requests
+from elastic_train.membership.group import Commit, Differ, Identity, Retry, Shrink, Verdict, View, Vote, judge
+from elastic_train.membership.reconcile import Standing, agree
 from elastic_train.membership.roster import Limits, Roster, WorkerState, apply
 from elastic_train.membership.roster_events import (
     Abort,
@@ -34,6 +39,7 @@ from elastic_train.membership.roster_events import (
     Kill,
     Note,
     Ready,
+    RefuseWorker,
     SetTimer,
     Silent,
     Start,
@@ -69,6 +75,11 @@ class Process:
     wants_to_leave: bool = False
     doomed: bool = False  # fenced, or left: it exits next
     step: int = 0
+    state: int = 0
+    has_state: bool = False
+    bad: bool = False  # its next gradient is not finite
+    nonfinite: int = 0  # how many times in a row, as it knows
+    schema: dict[str, str] = field(default_factory=dict)
 
 
 class Cluster:
@@ -90,6 +101,11 @@ class Cluster:
         self.goal = NO_GOAL
         self.end: End | None = None
         self.fails_at_start = False
+        self.flips = self.edits = False  # whether such faults occur
+        self.max_skips = self.random.choice([0, 10**6])
+        self.max_retries = 10**6
+        self.schema: dict[str, str] = {"code/recipe.py": "as before"}
+        self.num_differences = self.num_skipped = self.num_retried = 0
         self.log: list[object] = []
         self.largest_view_since_faults = 0
         for agent in agents:
@@ -144,6 +160,7 @@ class Cluster:
             case Announce(tell, joiners):
                 assert set(tell) == member_nodes
                 assert all(after.is_living(joiner) for joiner in joiners)
+                assert self.schemas((*tell, *(joiner.node for joiner in joiners))) <= 1, "all candidates run the same"
                 assert not (joiners and after.closing)
             case Form(view, tell):
                 assert tell and set(tell) <= member_nodes & set(view.nodes)
@@ -153,8 +170,11 @@ class Cluster:
                     assert not any(after.is_living(member.identity) for member in before.members)
                     assert len(view.members) >= after.limits.min_workers
                     assert all(after.is_living(member) for member in view.members)
+                assert self.schemas(view.nodes) == 1, "all members run the same"
             case Evict(identity, _):
                 assert not after.is_living(identity)
+            case RefuseWorker(identity, _):
+                assert after.is_living(identity) and identity not in after.view.members
             case Kill(_, identity, _):
                 assert after.is_living(identity)
 
@@ -168,7 +188,7 @@ class Cluster:
             case Abort(_, tell) | Announce(tell) | Form(_, tell) | AskStop(tell):
                 for node in tell:
                     self.down[node].append(action)
-            case Evict(identity):
+            case Evict(identity) | RefuseWorker(identity):
                 self.down[identity.node].append(action)
             case SetTimer(name, delay_s):
                 self.timers[name] = self.clock_s + delay_s
@@ -199,7 +219,7 @@ class Cluster:
     def agent_does(self, agent: str, action: Action) -> None:
         if isinstance(action, Start):
             node = action.identity.node
-            self.processes[node] = Process(action.identity, agent)
+            self.processes[node] = Process(action.identity, agent, schema=self.schema)
             self.up[agent].append(Started(action.identity, pid=1000 + node))
         elif isinstance(action, Kill):
             process = self.processes[action.identity.node]
@@ -219,7 +239,7 @@ class Cluster:
                 self.enter(process)
             case AskStop(_, now, _) if not now:
                 process.asked_to_stop = True
-            case AskStop() | Evict():
+            case AskStop() | Evict() | RefuseWorker():
                 self.die(process, 0)
 
     def enter(self, process: Process) -> None:
@@ -269,7 +289,7 @@ class Cluster:
             self.die(process, 1)
         else:
             process.phase = "waiting"
-            queue.append(Ready(process.identity))
+            queue.append(Ready(process.identity, process.schema))
         return True
 
     def end_block(self) -> bool:
@@ -290,25 +310,85 @@ class Cluster:
         inside = [self.processes[node] for node in view.nodes if node not in gone]
         for node in fenced:
             self.processes[node].doomed = True
+        if not inside:
+            return
         for process in inside:
             process.answer = frozenset(view.nodes) - gone
-        if gone:
-            for process in inside:
-                process.outcome = ("changed", view.without(gone))
+        if not gone and not all(process.has_state for process in inside) and not self.make_equal(inside):
             return
-        # Whoever was behind is healed when the epoch begins.
-        step = max(process.step for process in inside)
+        verdict = self.verdict(view, inside, gone)
+        match verdict:
+            case Shrink():
+                for process in inside:
+                    process.outcome = ("changed", verdict.view)
+            case Differ():
+                self.num_differences += 1
+                self.make_equal(inside)
+            case Retry():
+                assert verdict.nonfinite is not None
+                self.num_retried += 1
+                for process in inside:
+                    process.nonfinite = verdict.nonfinite.in_a_row
+                    if process.nonfinite > self.max_retries:
+                        process.outcome = ("failed", view)
+            case Commit():
+                self.commit(view, inside, verdict)
+
+    def verdict(self, view: View, inside: list[Process], gone: set[int]) -> Verdict:
+        """What all who are inside conclude, which must be the same."""
         # One at a time and never the last: if all members ask to leave, that is a stop.
         leaver = next((process for process in inside[1:] if process.wants_to_leave), None)
-        votes = [
-            Vote(step, stop=process.asked_to_stop, leave=process is leaver, joiners=process.candidates)
-            for process in inside
-        ]
-        commit = requests(view, [Vote.unpack(vote.pack()) for vote in votes])
+        votes = None
+        if not gone:
+            votes = [
+                Vote.unpack(
+                    Vote(
+                        process.step,
+                        stop=process.asked_to_stop,
+                        leave=process is leaver,
+                        checked=True,
+                        nonfinite=process.nonfinite,
+                        fingerprint=(process.state, 0),
+                        num_bad=int(process.bad),
+                        joiners=process.candidates,
+                    ).pack()
+                )
+                for process in inside
+            ]
+        for process in inside:
+            process.bad = False
+        before = dict.fromkeys(view.nodes, 1)
+        after = {node: 1 for node in view.nodes if node not in gone}
+        verdicts = {judge(view, p.identity.node, before, after, votes, self.max_skips) for p in inside}
+        (verdict,) = verdicts
+        return verdict
+
+    def make_equal(self, inside: list[Process]) -> bool:
+        """The beginning of an epoch, or a repair. If nobody can say which state is right, the job gives up."""
+        standings = [Standing(p.step, p.step, (p.state, 0), (0, 0), p.has_state) for p in inside]
+        agreement = agree(standings)
+        if agreement.undecided:
+            for process in inside:
+                assert process.view is not None
+                process.outcome = ("gave_up", process.view)
+            return False
+        donor = inside[agreement.donors[0]]
+        for process in inside:
+            process.state, process.step, process.has_state = donor.state, donor.step, True
+        return True
+
+    def commit(self, view: View, inside: list[Process], commit: Commit) -> None:
+        assert len({(process.step, process.state) for process in inside}) == 1, "never a mixed state"
+        step = inside[0].step
+        state = inside[0].state
         if len(view.members) >= self.roster.limits.min_workers:
             step += 1
+            self.num_skipped += commit.skipped is not None
+            if commit.skipped is None:
+                state = (state * 48271 + step) % (2**31 - 1)
         for process in inside:
-            process.step = step
+            process.step, process.state = step, state
+            process.nonfinite = commit.skipped.in_a_row if commit.skipped else 0
             if commit.stop:
                 process.outcome = ("stopped", view)
             elif step >= self.goal:
@@ -337,7 +417,8 @@ class Cluster:
             self.enter(process)
         else:
             process.phase = "finished"
-            queue.append(Finished(process.identity, kind))
+            message = "nobody can say who is right" if kind == "gave_up" else ""
+            queue.append(Finished(process.identity, kind, message))
         return True
 
     def exit_doomed(self) -> bool:
@@ -421,9 +502,22 @@ class Cluster:
 
     def fault(self) -> None:
         processes = [process for process in self.processes.values() if process.alive]
-        kind = self.random.choice(
-            ["kill", "kill", "kill", "silent", "unfit", "leave", "raise", "fence", "lose", "return", "stale", "stale"]
-        )
+        kinds = [
+            "kill",
+            "kill",
+            "kill",
+            "silent",
+            "unfit",
+            "leave",
+            "raise",
+            "fence",
+            "lose",
+            "return",
+            "stale",
+            "stale",
+        ]
+        kinds.append("nonfinite")
+        kind = self.random.choice([*kinds, *["flip"] * self.flips, *["edit"] * self.edits])
         if kind == "lose" and self.connected:
             self.lose_agent(self.random.choice(sorted(self.connected)))
         elif kind == "return" and self.returning:
@@ -445,6 +539,16 @@ class Cluster:
                     self.up[process.identity.node].append(Failed(process.identity, 3, False, False, "ValueError"))
                 case "fence":
                     self.fence(process)
+                case "nonfinite":
+                    process.bad = True
+                case "flip" if process.has_state:
+                    process.state ^= 1 << self.random.randrange(31)
+                case "edit":
+                    self.schema = {"code/recipe.py": self.random.choice(["as before", "edited", "edited again"])}
+
+    def schemas(self, nodes: Iterable[int]) -> int:
+        """How many different things these run."""
+        return len({tuple(self.processes[node].schema.items()) for node in nodes if node in self.processes})
 
     def say_again(self) -> None:
         """Something that a worker said, whose slot has a newer one or none, arrives late, or for a second time."""

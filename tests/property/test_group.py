@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.membership.group import (
+    MAX_COUNT,
     MAX_JOINERS_PER_STEP,
     VOTE_SIZE,
     Commit,
+    Differ,
     Fenced,
     Identity,
+    NonFinite,
     Retry,
     Shrink,
     View,
@@ -33,7 +38,12 @@ votes = st.builds(
     finite=st.booleans(),
     stop=st.booleans(),
     leave=st.booleans(),
+    spent=st.booleans(),
+    checked=st.booleans(),
+    nonfinite=st.integers(0, MAX_COUNT),
     fingerprint=st.tuples(uint32, uint32),
+    num_bad=int31,
+    first_bad=int31,
     joiners=st.lists(identities, max_size=MAX_JOINERS_PER_STEP).map(tuple),
 )
 
@@ -54,12 +64,20 @@ def blocks(draw: st.DrawFn) -> tuple[View, dict[int, int], dict[int, int], list[
     before = {node: draw(st.integers(0, 2**63)) for node in view.nodes}
     fates = {node: draw(st.sampled_from(["same", "same", "same", "gone", "changed"])) for node in view.nodes}
     after = {node: before[node] + (fates[node] == "changed") for node in view.nodes if fates[node] != "gone"}
+    checked = draw(st.sampled_from([False, False, True]))
     asked = st.builds(
         Vote,
         step=st.just(7),
         ok=st.sampled_from([True, True, True, False]),
         stop=st.sampled_from([False, False, True]),
         leave=st.booleans(),
+        finite=st.sampled_from([True, True, True, True, False]),
+        num_bad=st.sampled_from([0, 0, 0, 0, 2]),
+        first_bad=st.just(3),
+        nonfinite=st.integers(0, 3),
+        spent=st.booleans(),
+        checked=st.just(checked),
+        fingerprint=st.sampled_from([(1, 2), (1, 2), (1, 2), (1, 3)]),
         joiners=st.lists(small_identities, max_size=MAX_JOINERS_PER_STEP).map(tuple),
     )
     return view, before, after, [draw(asked) for _ in view.members]
@@ -131,13 +149,33 @@ def test_all_there(block: tuple) -> None:
     view, before, _, said = block
     me = view.nodes[0]
     assert judge(view, me, before, before, None) == Fenced()
-    verdict = judge(view, me, before, before, said)
-    failed = tuple(member for member, vote in zip(view.members, said, strict=True) if not vote.ok)
-    if failed:
-        assert verdict == Retry(failed)
+    verdict = judge(view, me, before, before, said, max_skips=2)
+    voted = list(zip(view.members, said, strict=True))
+    failed = tuple(member for member, vote in voted if not vote.ok)
+    bad = tuple(member for member, vote in voted if vote.num_bad)
+    in_a_row = max(vote.nonfinite for vote in said) + 1
+    nonfinite = NonFinite(bad, (3,) * len(bad), 2 * len(bad), in_a_row)
+    is_finite = not bad and all(vote.finite for vote in said)
+    if said[0].checked and len({vote.fingerprint for vote in said}) > 1:
+        assert isinstance(verdict, Differ)
+        check_groups(view, said, verdict)
+    elif failed:
+        assert verdict == Retry(failed, tuple(member for member, vote in voted if not vote.ok and vote.spent))
+    elif not is_finite and in_a_row > 2:
+        assert verdict == Retry(nonfinite=nonfinite)
     else:
         assert isinstance(verdict, Commit)
-        check_commit(view, said, verdict)
+        assert verdict.skipped == (None if is_finite else nonfinite)
+        check_commit(view, said, replace(verdict, skipped=None))
+
+
+def check_groups(view: View, said: list[Vote], verdict: Differ) -> None:
+    """Every member is in one group, with all that show what it shows; the largest comes first."""
+    shown = {member: vote.fingerprint for member, vote in zip(view.members, said, strict=True)}
+    assert sorted(member for group in verdict.groups for member in group) == sorted(view.members)
+    assert len(verdict.groups) == len(set(shown.values()))
+    assert all(len({shown[member] for member in group}) == 1 for group in verdict.groups)
+    assert [len(group) for group in verdict.groups] == sorted(map(len, verdict.groups), reverse=True)
 
 
 def check_commit(view: View, said: list[Vote], verdict: Commit) -> None:

@@ -1,9 +1,12 @@
 """Who donates and who receives, over thousands of groups."""
 
+from collections import Counter
+
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.membership.reconcile import Standing, agree, pack, unpack
+from elastic_train.membership.reconcile import Standing, agree, differing, name_some, pack, unpack
 
 words = st.integers(0, 2**32 - 1)
 standings = st.lists(
@@ -65,6 +68,30 @@ def test_after_the_transfer_all_agree(group):
     ]
     again = agree(healed)
     assert again.receivers == () and again.refused == () and not again.disputed
+
+
+@settings(derandomize=True, deadline=None, max_examples=3000)
+@given(standings)
+def test_undecided_exactly_if_no_state_of_the_newest_step_has_more_holders_than_each_other(group):
+    result = agree(group)
+    layout = group[result.donors[0]].layout
+    newest = group[result.donors[0]].step
+    held = Counter(s[1:3] for s in group if s.has_state and s.layout == layout and s.step == newest)
+    most = sorted(held.values(), reverse=True)
+    assert result.undecided == (len(most) > 1 and most[0] == most[1])
+    if held:
+        assert held[group[result.donors[0]][1:3]] == most[0]
+
+
+def test_leaves_that_differ_are_named():
+    tables = np.zeros((3, 4, 2), np.int32)
+    tables[1, 2, 1] = 7
+    tables[2, 0, 0] = 1
+    paths = ["a", "b", "c", "d"]
+    assert differing(tables, 0, [1], paths) == ["c"]
+    assert differing(tables, 0, [1, 2], paths) == ["a", "c"]
+    assert name_some(["a", "b", "c", "d", "e", "f"]) == "a, b, c, d and 2 more leaves"
+    assert name_some([]) == "the position in the data"
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)

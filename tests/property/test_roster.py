@@ -91,6 +91,58 @@ def test_a_list_that_leaves_out_a_member_that_goes_on_is_found_out(seed: int, nu
     assert found is not None and found.barrier == barrier
 
 
+@given(seeds, st.integers(3, 5), st.integers(1, 6))
+@schedules(300)
+def test_a_damaged_state_is_repaired_by_the_majority(seed: int, num_slots: int, num_flips: int) -> None:
+    """One at a time, and nobody dies: the members end with the state of a run without damage."""
+    cluster, undisturbed = (cluster_of(seed, (num_slots, num_slots, 1)) for _ in range(2))
+    cluster.goal = undisturbed.goal = 3 * num_flips + 5
+    for number in range(num_flips):
+        while cluster.end is None and max((p.step for p in cluster.processes.values()), default=0) < 3 * number + 1:
+            cluster.move()
+        members = [process for process in cluster.living("member") if process.has_state]
+        cluster.random.choice(members).state ^= 1 << cluster.random.randrange(31)
+        while cluster.num_differences <= number:
+            cluster.move()
+    assert cluster.run().exit_code == undisturbed.run().exit_code == 0
+    states = {process.state for process in cluster.processes.values()}
+    assert states == {process.state for process in undisturbed.processes.values()}
+    assert cluster.num_differences == num_flips
+
+
+@given(seeds, sizes, st.integers(0, 300), st.sampled_from([0.05, 0.2]))
+@schedules(500)
+def test_with_damaged_states_and_other_code_nothing_mixed_is_ever_committed(
+    seed: int, size: tuple[int, int, int], num_moves: int, fault_share: float
+) -> None:
+    """The cluster checks it at every commit. The job ends well, or gives up where nobody can tell who is right."""
+    cluster = cluster_of(seed, size, max_restarts=20)
+    cluster.flips = cluster.edits = True
+    disturb(cluster, num_moves, fault_share)
+    cluster.heal()
+    assert cluster.run().status in ("done", "gave_up")
+
+
+@given(seeds, sizes, st.sampled_from(["retry", "skip"]), st.integers(1, 4))
+@schedules(300)
+def test_gradients_that_are_never_finite_end_the_job(
+    seed: int, size: tuple[int, int, int], policy: str, budget: int
+) -> None:
+    cluster = cluster_of(seed, size)
+    cluster.max_retries = budget if policy == "retry" else 0
+    cluster.max_skips = budget if policy == "skip" else 0
+    cluster.goal = 10**6
+    for _ in range(20_000):
+        if cluster.end is not None:
+            break
+        for process in cluster.living("member"):
+            process.bad = True
+        cluster.move()
+    assert cluster.end is not None
+    assert (cluster.end.exit_code, cluster.end.status) == (3, "failed")
+    assert (cluster.num_retried, cluster.num_skipped) == ((budget + 1, 0) if policy == "retry" else (1, budget))
+
+
 @given(seeds, sizes, st.integers(0, 10))
 @schedules(600)
 def test_faults_while_finishing_do_not_block_the_end(seed: int, size: tuple[int, int, int], faults: int) -> None:

@@ -44,10 +44,10 @@ def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.Monk
     listener = Listener()
     checked = []
 
-    def wrapped(self, partials, vote):
+    def wrapped(self, partials, vote, marks):
         assert listener.phases[-1] == "exchange"
-        checked.append(all(leaf.is_ready() for leaf in jax.tree.leaves(partials)))
-        return exchange(self, partials, vote)
+        checked.append(all(leaf.is_ready() for leaf in jax.tree.leaves((partials, marks))))
+        return exchange(self, partials, vote, marks)
 
     monkeypatch.setattr(reduce.Exchange, "__call__", wrapped)
     fit_alone(Reading(ReadingConfig(steps=4, eval_every=4)), listener)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from elastic_train.membership.group import VOTE_SIZE, Vote
+from elastic_train.membership.group import Vote
+from elastic_train.step.flat import Checks
 from elastic_train.step.plan import Node, finish, fold, partials, run_of
 from elastic_train.step.reduce import Exchange, Gather, Meeting
 
@@ -35,7 +36,7 @@ def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards)
     meeting = Meeting(jax.devices()[:num_members], jax.devices()[0])
     plan = finish(num_shards, num_members)
     specs = (jax.ShapeDtypeStruct((1, SIZE), jnp.float32),)
-    exchange = Exchange(meeting, plan, specs, VOTE_SIZE)
+    exchange = Exchange(meeting, plan, specs, Checks())
     table = np.full((plan.slots_per_member, num_members, SIZE), np.nan, np.float32)  # padding must never count
     for rank in range(num_members):
         run = run_of(num_shards, num_members, rank)
@@ -43,9 +44,11 @@ def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards)
             table[index, rank] = subtree(values, node)
     votes = np.array([Vote(step=rank).pack() for rank in range(num_members)], np.int32)
     held = tuple((jax.device_put(part, meeting._split),) for part in table)
-    (total,), rows = exchange._program(held, jax.device_put(votes, meeting._split))
+    marks = np.arange(4 * num_members, dtype=np.int32).reshape(num_members, 4)
+    (total,), rows = exchange._program(held, *(jax.device_put(array, meeting._split) for array in (votes, marks)))
     expected = subtree(values, Node(0, num_shards))
     assert np.asarray(total)[0].tobytes() == expected.tobytes()
+    votes[:, 4:8] = marks
     np.testing.assert_array_equal(np.asarray(rows), votes)
 
 

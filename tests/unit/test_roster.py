@@ -29,6 +29,7 @@ from elastic_train.membership.roster_events import (
     Note,
     Ready,
     Refuse,
+    RefuseWorker,
     SetTimer,
     Silent,
     Start,
@@ -504,6 +505,8 @@ def test_failures_in_training_are_shown_and_the_first_is_kept() -> None:
     assert "worker 1 (incarnation 0): user code raised at step 5:\nTraceback" in show
     roster, actions = play(roster, failure(B, startup=False, text=header + "ValueError: two"))
     assert notes(actions)["user_code_failed"].show.endswith("at step 5:\nagain ValueError: two")
+    roster, actions = play(roster, failure(B, startup=False, text=header + "KeyError: three"))
+    assert notes(actions)["user_code_failed"].show.endswith("at step 5:\n" + header + "KeyError: three")
     _, actions = play(roster, Finished(A, "failed"))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (3, "failed")
@@ -595,3 +598,65 @@ def test_all_members_dead_while_stopping_ends_the_job() -> None:
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (130, "stopped")
     assert "state is lost" in end.message
+
+
+# Who runs something else ----------------------------------------------------------------------------------
+
+SCHEMA = {"config/width": "32", "code/recipe.py": "aa"}
+EDITED = {"config/width": "32", "code/recipe.py": "bb"}
+
+
+def test_a_joiner_that_differs_never_is_a_candidate() -> None:
+    roster, _ = play(started(), Ready(A, SCHEMA), Ready(B, SCHEMA), Ready(C, SCHEMA))
+    roster, actions = play(roster, Exited(C, -9, ""), TimerOver("restart/2"))
+    (start,) = those(actions, Start)
+    joiner = start.identity
+    roster, actions = play(roster, Hello(joiner, 1, "host", "d"), Ready(joiner, EDITED))
+    assert those(actions, Announce) == []
+    (refusal,) = those(actions, RefuseWorker)
+    assert refusal.identity == joiner and "code/recipe.py: aa with the members, bb here" in refusal.reason
+    note = notes(actions)["worker_refused"]
+    assert note.fields["differences"] == {"code/recipe.py": ["aa", "bb"]} and note.fields["num_differences"] == 1
+    assert "undo the change" in note.show
+    roster, actions = play(roster, Exited(joiner, 75, ""), TimerOver("restart/2"))
+    assert roster.slots[2].failures == 2  # it has a budget, as after any failure
+    (start,) = those(actions, Start)
+    roster, actions = play(roster, Hello(start.identity, 1, "host", "d"), Ready(start.identity, EDITED))
+    assert notes(actions)["worker_refused"].show.endswith("was refused again, as before")
+    roster, actions = play(roster, TimerOver(f"leave/2/{start.identity.incarnation}"))
+    assert "slot 2 was refused 30 s ago and has not exited" in those(actions, Kill)[0].reason
+    roster, actions = play(roster, Exited(start.identity, -9, ""), TimerOver("restart/2"))
+    (start,) = those(actions, Start)
+    _, actions = play(roster, Hello(start.identity, 1, "host", "d"), Ready(start.identity, SCHEMA))
+    assert those(actions, Announce)[-1].joiners == (start.identity,)
+
+
+def test_the_first_group_is_formed_by_those_that_run_what_most_run() -> None:
+    _, actions = play(started(), Ready(A, EDITED), Ready(B, SCHEMA), Ready(C, SCHEMA))
+    assert [refusal.identity for refusal in those(actions, RefuseWorker)] == [A]
+    (form,) = those(actions, Form)
+    assert form.view.members == (B, C)
+    _, actions = play(started(replace(LIMITS, min_workers=3)), Ready(A, EDITED), Ready(B, SCHEMA), Ready(C, SCHEMA))
+    assert those(actions, Form) == []
+
+
+def test_a_reason_given_with_the_end_is_the_job_s() -> None:
+    _, actions = play(training(), Finished(A, "failed", "step 3: not finite"))
+    assert [(end.exit_code, end.status, end.message) for end in those(actions, End)] == [
+        (3, "failed", "step 3: not finite")
+    ]
+    _, actions = play(training(), Finished(A, "gave_up", "nobody knows"))
+    assert [(end.exit_code, end.status) for end in those(actions, End)] == [(4, "gave_up")]
+
+
+def test_one_worker_of_each_slot_that_left_for_the_same_step_ends_the_job() -> None:
+    def left(identity: Identity, step: int) -> Failed:
+        return Failed(identity, step, True, False, "Traceback (most recent call last):\nValueError: sample 7")
+
+    roster, actions = play(training(), left(A, 4), Exited(A, 13, ""), left(B, 4), Exited(B, 13, ""))
+    assert those(actions, End) == []
+    _, actions = play(roster, left(C, 5))
+    assert those(actions, End) == []  # another step
+    _, actions = play(roster, left(C, 4))
+    (end,) = those(actions, End)
+    assert end.exit_code == 3 and "on every worker at step 5" in end.message and "sample 7" in end.message

@@ -358,6 +358,33 @@ def test_report_says_what_each_fault_cost():
     ]
 
 
+def test_gradients_that_are_not_finite_and_states_that_differ_are_faults():
+    events = [
+        {"event": "gradient_not_finite", "time": 104.5, "step": 4, "slots": [1, 2], "action": "retry"},
+        {"event": "gradient_not_finite", "time": 106.0, "step": 6, "slots": [], "action": "skip"},
+        {"event": "state_differs", "time": 107.25, "step": 7, "slots": [0], "why": "fingerprints"},
+        {"event": "state_differs", "time": 107.3, "step": 7, "slots": [0], "why": "transfer"},
+        {"event": "user_code_failed", "time": 110.5, "slot": 2, "step": 10, "traceback": ""},
+    ]
+    summary = summarize(events, [commit(step, 100 + step) for step in range(1, 11)], END)
+    found = [(fault["kind"], fault["slot"], fault["step"], fault["total_s"]) for fault in summary["faults"]]
+    assert found == [
+        ("nonfinite", 1, 4, 0.5),
+        ("nonfinite", 2, 4, 0.5),
+        ("nonfinite", None, 6, 1.0),
+        ("differs", 0, 7, 0.75),
+        ("raised", 2, 10, None),
+    ]
+    lines = [line for line in format_summary(summary, Path("r")).splitlines() if line.startswith("fault")]
+    assert lines == [
+        "fault       the gradient of worker 1 was not finite after step 4, 0.50 s until it committed",
+        "fault       the gradient of worker 2 was not finite after step 4, 0.50 s until it committed",
+        "fault       the gradient summed over all workers was not finite after step 6, 1.00 s until it committed",
+        "fault       worker 0 held another state after step 7 and was healed, 0.75 s until it committed",
+        "fault       worker 2 raised an exception after step 10",
+    ]
+
+
 def test_report_of_a_quiet_run():
     text = format_summary(summarize([], [commit(1, 1.0)], {**END, "time": 7300.0}), Path("r"))
     assert "faults      none" in text and "lost        nothing" in text

@@ -1,15 +1,20 @@
 """A small model whose workers do to themselves what the environment says, at an exact place.
 
-`FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}. `where` is "data" (while a shard is read),
-"gather" (before the first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the
-exchange, before the barrier), "heal" (in a transfer), "stripe" (when a part of one has arrived), "shard" (on the
-device, after a shard was dispatched), "hook" (after a commit), "evaluation" (while evaluation data is read) or "start";
-`what` is "kill", "die" (all workers may: an exit without a traceback), "raise", "exit" (sys.exit), "interrupt"
-(KeyboardInterrupt), "deadlock" (a lock that is never released), "hold" (C code that keeps the interpreter's lock),
-"slow" (for "seconds") or "endless" (a kernel; only for "shard"). `DISARM` names a mechanism that this worker is to be
-without, so that a test can show that its tests would notice.
+`FAULTS` is a JSON list of {"slot", "incarnation", "step", "where", "what"}.
+
+- `where`: "data" (while a shard is read), "shard" (on the device, after a shard was dispatched), "gather" (before the
+  first collective of an epoch), "exchange" (in place of taking part in it), "barrier" (after the exchange, before the
+  barrier), "heal" (in a transfer), "stripe" (when a part of one has arrived), "healed" (a receiver, after it), "update"
+  (after the update), "hook" (after a commit), "evaluate" (while evaluation data is read), "length" (of a source) or
+  "start".
+- `what`: "kill", "die" (all workers may: an exit without a traceback), "raise", "other" (as "raise", another type),
+  "exit" (sys.exit), "interrupt" (KeyboardInterrupt), "deadlock" (a lock that is never released), "hold" (C code that
+  keeps the interpreter's lock), "slow" (for "seconds"), "endless" (where "shard": a kernel), "nan" (where "data": the
+  sample is not finite) or "flip" (where "healed" or "update": one bit of one parameter).
+
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
-happens once, or every time if "always" is true; "after" says how often its place is passed before.
+happens once, or every time if "always" is true; "after" says how often its place is passed before. `DISARM` names a
+mechanism that this worker is to be without, so that a test can show that its tests would notice.
 """
 
 import ctypes
@@ -31,6 +36,7 @@ from elastic_train.chaos import places
 from elastic_train.membership import live
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Fenced, Shrink, Vote
+from elastic_train.membership.heal import Healer
 from elastic_train.step import reduce
 from elastic_train.step.local import LocalProgram
 
@@ -48,8 +54,8 @@ LOCK = threading.Lock()
 PACE_S = float(os.environ.get("PACE_S", "0"))
 
 
-def strike(where: str) -> bool:
-    """Carries out the fault that is due here, if one is; returns whether it is an endless kernel."""
+def strike(where: str) -> str:
+    """Carries out the fault that is due here, if one is. Returns what is left to do: "nan", "flip", "endless" or ""."""
     for fault in list(pending):
         if fault["where"] != where or fault.get("step", -1) not in (committed, -1):
             continue
@@ -72,13 +78,15 @@ def strike(where: str) -> bool:
                 LOCK.acquire()
         if fault["what"] == "hold":
             ctypes.PyDLL(None).sleep(1_000_000)
-        if fault["what"] == "endless":
-            return True
         if fault["what"] == "slow":
             time.sleep(fault["seconds"])
             continue
+        if fault["what"] in ("nan", "flip", "endless"):
+            return fault["what"]
+        if fault["what"] == "other":
+            raise LookupError(f"planned other failure on slot {SLOT}")
         raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
-    return False
+    return ""
 
 
 @jax.jit
@@ -103,6 +111,14 @@ def with_kernels(shard_sums):
         return never_ready(sums) if strike("shard") else sums
 
     return wrapped
+
+
+def flipped(params):
+    """The parameters, but for one bit of the first leaf."""
+    leaves, treedef = jax.tree.flatten(params)
+    values = np.array(leaves[0])
+    values.reshape(-1).view(np.uint8)[0] ^= 1
+    return jax.tree.unflatten(treedef, [jax.device_put(values, leaves[0].sharding), *leaves[1:]])
 
 
 class Strikes(places.Interference):
@@ -137,6 +153,24 @@ if "DISARM" in os.environ:
 places.install(Strikes())
 reduce.Spread.__call__ = with_stripes(reduce.Spread.__call__)
 LocalProgram.shard_sums = with_kernels(LocalProgram.shard_sums)
+heal, update = Healer.run, LocalProgram.update
+
+
+def damaging_heal(self, spread, state, donors, rank, receives):
+    arrays = heal(self, spread, state, donors, rank, receives)
+    if receives and strike("healed") == "flip":
+        return {**arrays, "params": flipped(arrays["params"])}
+    return arrays
+
+
+def damaging_update(self, state, total, num_samples):
+    after, metrics = update(self, state, total, num_samples)
+    if strike("update") == "flip":
+        return replace(after, params=flipped(after.params)), metrics
+    return after, metrics
+
+
+Healer.run, LocalProgram.update = damaging_heal, damaging_update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +178,8 @@ class FaultyConfig(et.Config):
     steps: int = 40
     batch_size: int = 48
     width: int = 32
+    bad_sample: int = -1  # this one is not finite, whoever reads it
+    raising_sample: int = -1  # this one cannot be read by anybody
     prefetch: int = 0  # a fault in reading data strikes in the step it is planned for
     ballast_gb: int = 0  # makes the state so much larger
 
@@ -153,12 +189,19 @@ class Source:
 
     where = "data"
 
+    def __init__(self, where: str, bad_sample: int = -1, raising_sample: int = -1) -> None:
+        self.where, self.bad_sample, self.raising_sample = where, bad_sample, raising_sample
+
     def __len__(self) -> int:
+        strike("length")
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        strike(self.where)
+        if index == self.raising_sample:
+            raise ValueError(f"sample {index} is broken")
         x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
+        if strike(self.where) == "nan" or index == self.bad_sample:
+            x[0] = np.nan
         return {"x": x, "y": np.float32(np.sin(x.sum()))}
 
 
@@ -172,10 +215,6 @@ def carry_ballast(gigabytes: int) -> optax.GradientTransformation:
         return updates, [array * jax.numpy.uint32(1664525) + jax.numpy.uint32(1013904223) for array in state]
 
     return optax.GradientTransformation(init, update)
-
-
-class EvaluationSource(Source):
-    where = "evaluation"
 
 
 class Net(nnx.Module):
@@ -207,10 +246,10 @@ class Faulty(et.Trainer):
         return (model(batch["x"]) - batch["y"]) ** 2
 
     def train_data(self) -> Source:
-        return Source()
+        return Source("data", self.config.bad_sample, self.config.raising_sample)
 
     def eval_data(self) -> Source:
-        return EvaluationSource()
+        return Source("evaluate")
 
     def on_step(self, event: et.StepCommitted) -> None:
         global committed
