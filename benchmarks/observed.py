@@ -41,7 +41,8 @@ class Observed:
         deadline = time.monotonic() + deadline_s
         while not (result := found()):
             if self.job.poll() is not None:
-                raise SystemExit(f"the job ended while waiting for {what}")
+                said = self.run_dir.with_suffix(".out").read_text()[-2000:]
+                raise SystemExit(f"the job ended while waiting for {what}\n{said}")
             if time.monotonic() > deadline:
                 raise SystemExit(f"waited {deadline_s:g} s for {what}")
             time.sleep(0.02)

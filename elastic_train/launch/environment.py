@@ -168,6 +168,9 @@ def worker_environment(
         return environment | {"JAX_PLATFORMS": "cpu"}
     if device is None:
         raise ValueError(f"slot {identity.slot} on platform {job.platform!r} needs a device")
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        environment["JAX_PLATFORMS"] = f"{platforms},cpu"  # what goes into the log is computed there
     flags = GPU_XLA_FLAGS | (DETERMINISTIC_XLA_FLAGS if job.deterministic else {})
     return environment | {
         "CUDA_VISIBLE_DEVICES": device,

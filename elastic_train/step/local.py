@@ -70,8 +70,7 @@ class LocalProgram:
         self.specs = self._flattener.specs
         self.checks = self._checks(sums)
         self._compile(example, eval_batch)
-        # On the CPU, where a few scalar operations cost microseconds; they only go into the log.
-        self._log_device = jax.local_devices(backend="cpu")[0]
+        self._log_device = _cheapest_for_scalars(device)
         self._schedule = None if (schedule := trainer.schedule()) is None else jax.jit(schedule)
         self.learning_rate(0)
 
@@ -328,3 +327,11 @@ def _share_of(leaf: jax.Array, share: jax.Array, shard: jax.Array) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf * share.astype(leaf.dtype)
     return jnp.where(shard == 0, leaf, jnp.zeros_like(leaf))
+
+
+def _cheapest_for_scalars(device: Device) -> Device:
+    """The CPU, where a few scalar operations cost microseconds, unless `JAX_PLATFORMS` leaves it out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return device

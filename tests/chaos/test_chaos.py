@@ -67,6 +67,7 @@ def test_faults_strike_where_the_file_says_and_the_record_of_them_strikes_there_
     assert [fault.as_table() for fault in parse_schedule(chaos.read_text()).faults] == expected
 
 
+@pytest.mark.soak
 def test_those_who_come_back_are_struck_too(tmp_path):
     """Slot 1 is killed; its successor receives a flipped bit, which is found, and it receives again; slot 2 leaves,
     and whoever comes for it is killed while the communicator with it is formed."""

@@ -16,6 +16,7 @@ SLACK = 8
 """Descriptors and threads that may come with the first use of something, however many resizes follow."""
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_row_25_resizes_leave_no_threads_or_descriptors_behind(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "resizes.py"), "--resizes", "6", "--every", "2"]

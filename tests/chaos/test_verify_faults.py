@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 560
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_a_recipe_is_verified(tmp_path):
     command = [sys.executable, "-m", "elastic_train.cli", "verify-faults", "recipes/digits_mlp.py", "--json"]

@@ -89,6 +89,7 @@ def test_row_22_two_members_cannot_tell_who_is_right(tmp_path):
         assert job.processes_left() == []
 
 
+@pytest.mark.soak
 def test_row_22_the_oldest_member_may_decide(tmp_path):
     alone = plain_run(tmp_path / "alone", int(STEPS))
     options = (*EVERY_STEP, "--set", "faults.undecided=oldest")

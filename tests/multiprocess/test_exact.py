@@ -88,8 +88,8 @@ LAST = 41
     "faults",
     [
         [fault(1, "exchange", 0), fault(2, "data", 20)],
-        [fault(1, "data", 5), fault(2, "exchange", 9)],
-        [fault(0, "exchange", LAST - 1), fault(1, "hook", LAST)],
+        pytest.param([fault(1, "data", 5), fault(2, "exchange", 9)], marks=pytest.mark.soak),
+        pytest.param([fault(0, "exchange", LAST - 1), fault(1, "hook", LAST)], marks=pytest.mark.soak),
     ],
     ids=["first step, pass boundary", "twice in one pass", "last step, after the last commit"],
 )

@@ -3,6 +3,7 @@
 JAX's own heartbeat timeout is 60 s in all of these: only our own detection can make them pass in time.
 """
 
+import itertools
 import signal
 
 import pytest
@@ -51,31 +52,31 @@ def kinds(job: Job) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     ("slot", "where"),
-    [(2, "data"), (0, "exchange"), (2, "barrier"), (0, "hook")],
+    [(2, "data"), (0, "exchange"), (2, "barrier"), pytest.param(0, "hook", marks=pytest.mark.soak)],
     ids=["2 in compute", "0 in the exchange", "2 before the barrier", "0 after a commit"],
 )
-def test_sigkill_of_one_worker(tmp_path, undisturbed, slot, where):
+def test_row_01_sigkill_of_one_worker(tmp_path, undisturbed, slot, where):
     with run(tmp_path, fault(slot, where, step=20)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
         assert kinds(job) == [("killed", slot)]
 
 
-def test_sigkill_of_all_but_one_in_the_same_step(tmp_path, undisturbed):
+def test_row_04_sigkill_of_all_but_one_in_the_same_step(tmp_path, undisturbed):
     with run(tmp_path, fault(0, "exchange", step=20), fault(1, "exchange", step=20)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
         assert sorted(kinds(job)) == [("killed", 0), ("killed", 1)]
 
 
-def test_second_sigkill_while_the_survivors_rebuild(tmp_path, undisturbed):
+def test_row_04_second_sigkill_while_the_survivors_rebuild(tmp_path, undisturbed):
     """Slot 1 dies as soon as it has learned that slot 0 is gone, before its first collective of the new epoch."""
     with run(tmp_path, fault(0, "data", step=20), fault(1, "gather", step=20)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
 
 
-def test_sigkill_during_the_very_first_exchange(tmp_path, undisturbed):
+def test_row_02_sigkill_during_the_very_first_exchange(tmp_path, undisturbed):
     with run(tmp_path, fault(1, "gather", step=0)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
@@ -111,7 +112,7 @@ def stop_and_compare(job: Job, tmp_path) -> None:
     assert summary["state_sha256"] == alone["state_sha256"]
 
 
-def test_killed_workers_rejoin_with_the_right_state(tmp_path):
+def test_row_03_killed_workers_rejoin_with_the_right_state(tmp_path):
     """All three, slot 0 among them; each is killed once the one before is back."""
     with endless(tmp_path) as job:
         job.wait_step(10)
@@ -121,7 +122,8 @@ def test_killed_workers_rejoin_with_the_right_state(tmp_path):
         stop_and_compare(job, tmp_path)
 
 
-def test_all_but_one_killed_and_both_rejoin(tmp_path):
+@pytest.mark.soak
+def test_row_04_all_but_one_killed_and_both_rejoin(tmp_path):
     with endless(tmp_path) as job:
         job.wait_step(10)
         first, second = job.kill(0), job.kill(2)
@@ -129,7 +131,7 @@ def test_all_but_one_killed_and_both_rejoin(tmp_path):
         stop_and_compare(job, tmp_path)
 
 
-def test_joiner_killed_while_it_is_healed_tries_again(tmp_path):
+def test_row_05_joiner_killed_while_it_is_healed_tries_again(tmp_path):
     with endless(tmp_path, fault(1, "heal", incarnation=1)) as job:
         job.wait_step(10)
         killed = job.kill(1)
@@ -138,7 +140,7 @@ def test_joiner_killed_while_it_is_healed_tries_again(tmp_path):
         stop_and_compare(job, tmp_path)
 
 
-def test_donor_killed_while_it_heals_a_joiner(tmp_path):
+def test_row_05_donor_killed_while_it_heals_a_joiner(tmp_path):
     """Slot 0 dies in the transfer to slot 1; slot 2 is left as donor."""
     with endless(tmp_path, fault(0, "heal", incarnation=0)) as job:
         job.wait_step(10)
@@ -148,7 +150,7 @@ def test_donor_killed_while_it_heals_a_joiner(tmp_path):
         stop_and_compare(job, tmp_path)
 
 
-def test_joiner_killed_before_it_meets_the_members(tmp_path):
+def test_row_02_joiner_killed_before_it_meets_the_members(tmp_path):
     """Admitted by a committed step, and dead before its first collective: the others go on without it."""
     with endless(tmp_path, fault(1, "gather", incarnation=1)) as job:
         job.wait_step(10)
@@ -174,7 +176,8 @@ def test_exchange_that_fails_on_one_member_alone_costs_that_worker_only(tmp_path
         assert [(kind, slot) for kind, slot in kinds(job)] == [("exited", 2)]
 
 
-def test_stopped_worker_is_replaced_and_the_zombie_does_no_harm(tmp_path):
+@pytest.mark.soak
+def test_row_07_stopped_worker_is_replaced_and_the_zombie_does_no_harm(tmp_path):
     """SIGSTOP: the process lives and holds its sockets, but answers nobody."""
     with endless(tmp_path, options=("--set", "faults.keepalive_s=1.0")) as job:
         job.wait_step(10)
@@ -184,7 +187,7 @@ def test_stopped_worker_is_replaced_and_the_zombie_does_no_harm(tmp_path):
         assert ("stopped", 1) in kinds(job)
 
 
-def test_killed_agent_leaves_no_process_behind(tmp_path):
+def test_row_16_killed_agent_leaves_no_process_behind(tmp_path):
     with Job(tmp_path / "run", FAULTY, "--steps", "100000", workers=3) as job:
         job.wait_step(5)
         job.process.kill()
@@ -193,7 +196,7 @@ def test_killed_agent_leaves_no_process_behind(tmp_path):
         assert job.processes_left() == []
 
 
-def test_below_the_floor_the_job_waits_for_the_missing_worker(tmp_path, undisturbed):
+def test_row_20_below_the_floor_the_job_waits_for_the_missing_worker(tmp_path, undisturbed):
     with run(tmp_path, fault(2, "data", step=20), options=("--min-workers", "3")) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
@@ -201,16 +204,28 @@ def test_below_the_floor_the_job_waits_for_the_missing_worker(tmp_path, undistur
         assert job.events("below_floor") and job.events("floor_reached")
 
 
-def test_two_jobs_at_once_do_not_mix(tmp_path, undisturbed):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    with run(tmp_path / "a", workers=1) as first, run(tmp_path / "b", workers=2) as second:
-        assert first.finish() == 0 and second.finish() == 0, first.logs() + second.logs()
-        assert_exact(first, undisturbed)
-        assert_exact(second, undisturbed)
+@pytest.mark.soak
+def test_row_20_ten_flaps_compile_the_same_each_time(tmp_path):
+    """Below the floor and back, ten times: every flap compiles what crosses its members, and nothing else."""
+    options = ("--steps", "100000", "--min-workers", "2", *FAST_RESTARTS, "faults.max_restarts=100")
+    with Job(tmp_path / "run", FAULTY, *options, workers=2, pace_s=0.02, environ={"JAX_LOG_COMPILES": "1"}) as job:
+        log = job.run_dir / "logs" / "0-0.log"
+        counts = []
+        for flap in range(10):
+            job.wait_event("recovered", count=2 * flap + 1)
+            job.wait_members(0, 1)
+            counts.append(log.read_text().count("Finished XLA compilation"))
+            job.kill(1)
+            job.wait_event("below_floor", count=flap + 1)
+            job.wait_event("floor_reached", count=flap + 1)
+        per_flap = [after - before for before, after in itertools.pairwise(counts)]
+        assert set(per_flap[1:]) == {per_flap[-1]}, per_flap
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 130, job.logs()
+        assert all(line["workers"] == [0, 1] for line in job.lines("ledger.jsonl"))
 
 
-def test_worker_that_is_asked_to_leave_goes_without_a_failed_step_and_comes_back(tmp_path):
+def test_row_19_worker_that_is_asked_to_leave_goes_without_a_failed_step_and_comes_back(tmp_path):
     with endless(tmp_path) as job:
         job.wait_step(10)
         asked = job.kill(2, signal.SIGTERM)

@@ -39,6 +39,7 @@ def test_row_08_code_that_raises_once_is_retried_by_all(tmp_path, undisturbed):
         assert len(job.events("worker_started")) == 3
 
 
+@pytest.mark.soak
 def test_row_08_an_interrupt_in_user_code_costs_that_worker_only(tmp_path, undisturbed):
     with run(tmp_path, fault(1, "data", step=5, what="interrupt")) as job:
         assert job.finish() == 0, job.logs()
@@ -64,6 +65,7 @@ def test_row_09_code_that_always_raises_on_one_worker_costs_that_worker(tmp_path
         assert "gave up slot 1" in shown or len(job.events("worker_started")) == 4  # or the job was over before
 
 
+@pytest.mark.soak
 def test_row_09_a_hook_that_always_raises_on_one_worker_costs_that_worker(tmp_path, undisturbed):
     """Each step is committed at the second try, so the tries of one step would never add up."""
     always = fault(1, "hook", what="raise", always=True, incarnation=-1)
@@ -115,6 +117,7 @@ def test_row_10_a_sample_that_nobody_can_read_is_not_tried_for_ever(tmp_path):
         assert job.processes_left() == []
 
 
+@pytest.mark.soak
 def test_row_10_sys_exit_on_all_workers_ends_the_job_like_any_failure(tmp_path):
     with run(tmp_path, fault(-1, "data", step=5, what="exit", always=True)) as job:
         assert job.finish() == 3, job.logs()

@@ -39,7 +39,9 @@ def assert_found_stuck(job: Job, slot: int, phases: tuple[str, ...], frame: str)
     return stuck
 
 
-@pytest.mark.parametrize("prefetch", [0, 2], ids=["in the step", "in the thread that reads ahead"])
+@pytest.mark.parametrize(
+    "prefetch", [pytest.param(0, marks=pytest.mark.soak), 2], ids=["in the step", "in the thread that reads ahead"]
+)
 def test_row_12_python_deadlock_in_the_data_source(tmp_path, undisturbed, prefetch):
     options = (*WATCHFUL, "--set", f"prefetch={prefetch}")
     deadlock = fault(1, "data", step=20, what="deadlock")
@@ -71,6 +73,7 @@ def test_row_12_python_deadlock_of_the_only_worker(tmp_path):
         assert job.summary["steps_lost"] > 0
 
 
+@pytest.mark.soak
 def test_row_12_python_deadlock_in_an_evaluation(tmp_path, undisturbed):
     options = (*WATCHFUL, "--set", "faults.evaluate_timeout_s=5.0")
     with run(tmp_path, fault(2, "evaluate", step=60, what="deadlock"), options=options) as job:
@@ -114,6 +117,7 @@ def test_row_14_straggler(tmp_path, undisturbed):
         assert kinds(job) == []
 
 
+@pytest.mark.soak
 def test_row_14_straggler_is_evicted(tmp_path):
     with endless(tmp_path, SLOW, options=("--set", "faults.evict_stragglers=true")) as job:
         evicted = job.wait_event("worker_killed", slot=2, kind="slow")

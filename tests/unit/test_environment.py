@@ -97,6 +97,11 @@ def test_gpu_gets_its_device_and_the_flags_that_abort_needs() -> None:
     assert "JAX_PLATFORMS" not in environ
 
 
+@pytest.mark.parametrize(("given", "told"), [("cuda", "cuda,cpu"), ("cpu,cuda", "cpu,cuda"), ("gpu", "gpu,cpu")])
+def test_gpu_workers_have_a_cpu_too(given: str, told: str) -> None:
+    assert environment({"JAX_PLATFORMS": given}, platform="cuda", device="0")["JAX_PLATFORMS"] == told
+
+
 def test_gpu_without_device_is_an_error() -> None:
     with pytest.raises(ValueError, match="slot 2"):
         environment({}, platform="cuda")
