@@ -6,7 +6,8 @@
    calm stretches of the disturbed run, which are few).
 2. The job runs for `--seconds` under faults of the kinds 1 to 9 and 12 of the catalogue, one about every `--every`
    seconds, and is then asked to stop.
-3. One plain process takes as many steps without faults; digests are compared, and the ledger is verified.
+3. One plain process takes as many steps without faults; digests are compared, the ledger is verified, and the member
+   lists that every barrier gave.
 
 Exit code 0 if the run was exact and every fault survived; throughput is reported, not judged.
 """
@@ -27,6 +28,7 @@ from observed import PACED, Observed, plain_run, running, usage
 
 from elastic_train.chaos.throughput import calm_step_times, throughput_kept
 from elastic_train.data.ledger_files import verify_run
+from elastic_train.telemetry.barriers import verify_barriers
 
 KINDS = {
     "kill": 12,  # row 1
@@ -47,7 +49,15 @@ KINDS = {
 QUIET_S = 20.0
 """Without new faults at the end, so that the last ones are survived, too."""
 
-SETTINGS = ("--set", "faults.keepalive_s=1.0", "faults.first_backoff_s=0.1")
+SETTINGS = (
+    "--set",
+    "faults.keepalive_s=1.0",
+    "faults.doubt_timeout_s=3.0",
+    "faults.step_timeout_s=4.0",
+    "faults.first_backoff_s=0.1",
+)
+"""Limits for steps of a few hundredths of a second. The defaults are for steps of seconds."""
+
 MANY_STEPS = 10_000_000
 
 
@@ -139,6 +149,7 @@ def proofs(job: Observed, summary: dict[str, Any], alone: dict[str, Any]) -> dic
         "members_agree": "digests_differ" not in events,
         "no_step_lost": not summary["steps_lost"] and "group_lost" not in events,
         "ledger_proven": verify_run(job.run_dir).proven,
+        "barriers_proven": verify_barriers(job.run_dir).proven,
     }
     digests = {name: {"soak": summary[name], "undisturbed": alone[name]} for name in names}
     return {"exact": all(checks.values()), "proofs": checks, "steps": summary["step"], **digests}
