@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elastic_train.membership.group import Identity
-from elastic_train.membership.roster_deaths import bury
+from elastic_train.membership.roster_deaths import announce_who_is_left, bury
 from elastic_train.membership.roster_events import AgentJoined, AgentLeaving, AgentLost, Kill, Refuse, Start
 from elastic_train.membership.roster_state import Slot, Turn, Worker, WorkerState, name_slots
 
@@ -62,6 +62,7 @@ def lost(turn: Turn, event: AgentLost) -> None:
         show = f"lost agent {event.agent}" + (f"; {name_slots(slots)} wait for an agent" if slots else "")
     turn.note("agent_lost", show, agent=event.agent, leaving=is_leaving)
     bury(turn, dead, exit_code=None, reason=f"agent {event.agent} was lost")
+    announce_who_is_left(turn, dead)
     _hand_over(turn)
 
 

@@ -24,6 +24,7 @@ def exited(turn: Turn, worker: Worker, event: Exited) -> None:
         turn.emit(SetTimer(f"restart/{slot}", 0.0))  # as asked: no failure, and another agent may fill the slot
     else:
         _restart_later(turn, slot)
+    announce_who_is_left(turn, (worker,))
 
 
 def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: str, traceback: str = "") -> None:
@@ -41,8 +42,6 @@ def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: st
     for worker in dead:
         if members:
             turn.emit(Abort(worker.identity, nodes_of(members)))
-    if any(worker.state is WorkerState.READY for worker in dead):
-        turn.announce()
     for worker in dead:
         # The worker's own last report is older than its last commit; the members say after which step they go on.
         show = f"{title(worker.identity)} died ({worker.state}): {reason}" + (f"\n{traceback}" if traceback else "")
@@ -55,6 +54,12 @@ def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: st
     if had_members and not members and not turn.roster.closing:
         show = "all members died: the state in memory is lost, and the run goes on from the start"
         turn.note("group_lost", show, epoch=turn.roster.view.epoch)
+
+
+def announce_who_is_left(turn: Turn, dead: tuple[Worker, ...]) -> None:
+    """Tells the members if joiners are among the dead; after it is known whether the job goes on at all."""
+    if any(worker.state is WorkerState.READY for worker in dead):
+        turn.announce()
 
 
 def _restart_later(turn: Turn, number: int) -> None:

@@ -169,7 +169,7 @@ class Turn:
     def announce(self) -> None:
         """Tells the members the whole list of joiners; it is empty when nobody shall be admitted any more."""
         members = self.roster.members
-        if members:
+        if members and not self.roster.ended:
             joiners = () if self.roster.closing else tuple(worker.identity for worker in self.roster.ready)
             self.emit(Announce(nodes_of(members), joiners))
 
