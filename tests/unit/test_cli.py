@@ -20,6 +20,7 @@ from elastic_train.launch import host, job
 from elastic_train.launch.check import CheckFailed
 from elastic_train.launch.host import without_secret
 from elastic_train.launch.options import JobOptions, address_towards
+from elastic_train.telemetry.records import RunDirectory
 
 RECIPE = "recipes/linear.py"
 
@@ -97,7 +98,26 @@ def test_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]
 
 def test_run_directory_that_holds_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
-    assert "holds a run" in refused(capsys, "run", RECIPE, "--run-dir", str(tmp_path))
+    options = ("--run-dir", str(tmp_path), "--resume", "never")
+    assert "holds a run already, and --resume never was given" in refused(capsys, "run", RECIPE, *options)
+
+
+def test_run_directory_that_another_job_is_writing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as records:
+        records.write_job({"address": None})
+        assert "another job is writing" in refused(capsys, "run", RECIPE, "--run-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("order", [["stop"], ["save"], ["drain", "--worker", "0"]])
+def test_orders_to_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path, order: list[str]) -> None:
+    assert "no run directory" in refused(capsys, *order, str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    (tmp_path / "job.json").write_text(json.dumps({"address": address}))
+    (tmp_path / "secret").write_text("x")
+    assert "no job runs in" in refused(capsys, *order, str(tmp_path))
+    (tmp_path / "job.json").write_text(json.dumps({"address": None}))
+    assert "one plain process" in refused(capsys, *order, str(tmp_path))
 
 
 def test_more_workers_than_gpus(
