@@ -26,12 +26,17 @@ class Outside(Requests, Protocol):
         """Something worth a line in the events, `event` with its `fields`, and one on the display."""
         ...
 
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run has some. What lies in the directory besides belongs to another run."""
+        ...
+
     def pending_records(self) -> Sequence[str]:
         """Records, as JSON, that may not be on disk yet; oldest first."""
         ...
 
     def loaded(self, step: int, samples: int, path: str, seconds: float) -> None:
-        """The first member has the state out of a checkpoint."""
+        """The first member has the state out of a checkpoint; at step 0 without one, if all were damaged."""
         ...
 
     def set_aside(self, text: str) -> None:

@@ -56,6 +56,7 @@ class Nobody:
     stop_requested: str | None = None
     save_requested: int = 0
     saved_step: int = 0
+    has_checkpoints: bool = False
     first_epoch: int = 1
 
     def phase(self, name: str, step: int) -> None:
@@ -130,13 +131,21 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None, checkpoints: str 
 class _Process(Nobody):
     """The outside of `et.main`: the run directory, a display, and this process's own signals."""
 
-    def __init__(self, records: RunDirectory, display: Display, signals: Signals, max_step_failures: int) -> None:
+    def __init__(
+        self,
+        records: RunDirectory,
+        display: Display,
+        signals: Signals,
+        max_step_failures: int,
+        has_checkpoints: bool,
+    ) -> None:
         self._records, self._display, self._signals = records, display, signals
         self._max_step_failures = max_step_failures
         self._error = ""
         self._attempts: Counter[int] = Counter()
         self._has_said_stopping = False
         self.first_epoch = records.past.epoch + 1
+        self.has_checkpoints = has_checkpoints
 
     @property
     def stop_requested(self) -> str | None:
@@ -244,7 +253,8 @@ def _train(trainer: Trainer, run_dir: Path, name: str, mode: Mode, signals: Sign
         records.event("worker_started", **ME._asdict(), pid=os.getpid(), host=socket.gethostname())
         display.start()
         try:
-            outside = _Process(records, display, signals, trainer.config.faults.max_step_failures)
+            failures = trainer.config.faults.max_step_failures
+            outside = _Process(records, display, signals, failures, resume is not None and bool(resume.path))
             ended = _summarized(trainer, outside, run_dir, checkpoint_directory(run_dir, config.checkpoint))
         finally:
             display.stop()

@@ -49,8 +49,10 @@ class Keeping:
 
     def refuse_other(self) -> None:
         """Raises UsageError if the newest checkpoint is one of another model, or its data were others."""
-        steps = [] if self._root is None else places.saved_steps(self._root)
-        if self._root is None or not steps:
+        if self._root is None or not self._outside.has_checkpoints:
+            return
+        steps = places.saved_steps(self._root)
+        if not steps:
             return
         path = places.checkpoint(self._root, steps[-1])
         try:
@@ -71,7 +73,7 @@ class Keeping:
 
         `like` is a state with the shapes and dtypes that are wanted.
         """
-        if self._root is None:
+        if self._root is None or not self._outside.has_checkpoints:
             return None
         from elastic_train.checkpoint.load import load_newest  # Orbax takes half a second to import
 
@@ -79,6 +81,7 @@ class Keeping:
         self.refuse_other()
         found = load_newest(self._root, like, self._recipe.device, self._outside.set_aside)
         if found is None:
+            self._outside.loaded(0, 0, "", time.monotonic() - started)
             return None
         self._metrics = found.manifest.position.metrics
         self._outside.loaded(found.state.step, found.state.samples, str(found.path), time.monotonic() - started)

@@ -18,6 +18,7 @@ class Checkpoints:
       tell_all: sends a message to all workers.
       event: writes an event.
       show: shows a line to the person who watches.
+      has_checkpoints: the run goes on from one.
     """
 
     def __init__(
@@ -25,9 +26,10 @@ class Checkpoints:
         tell_all: Callable[[control_pb2.ToWorker], None],
         event: Callable[..., object],
         show: Callable[[str], None],
+        has_checkpoints: bool,
     ) -> None:
         self._tell_all, self._event, self._show = tell_all, event, show
-        self._state = control_pb2.SaveState()
+        self._state = control_pb2.SaveState(has_checkpoints=has_checkpoints)
         self._asked = 0
         self._waiting: list[tuple[int, Future[control_pb2.SaveReply]]] = []
 
@@ -48,6 +50,7 @@ class Checkpoints:
         state = self._state
         if not save["error"]:
             state.saved_step = max(state.saved_step, message.step)
+            state.has_checkpoints = True
         if save["is_last"]:
             state.ended_step = message.step
         state.answered = max(state.answered, save["request"])
@@ -58,7 +61,9 @@ class Checkpoints:
         self._waiting = [waiting for waiting in self._waiting if waiting[0] > state.answered]
 
     def loaded(self, identity: Identity, message: control_pb2.Loaded) -> None:
-        """A member has begun with a checkpoint's state."""
+        """A member has begun with a checkpoint's state; with the seed's, if all were damaged."""
+        self._state.saved_step = message.step
+        self._tell_all(control_pb2.ToWorker(save_state=self._state))
         about = {"step": message.step, "samples": message.samples, "path": message.path, "seconds": message.seconds}
         self._event("checkpoint_loaded", **identity._asdict(), **about)
 

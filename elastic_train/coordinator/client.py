@@ -66,6 +66,7 @@ class Link:
       stop_requested: why all should agree on a stop after a commit; None while nobody asks.
       stopped_now: set when the coordinator says that all is over.
       saved_step: the newest step that any member has saved.
+      has_checkpoints: whether whoever begins without a state shall load one.
       on_leave: called when this worker alone is to leave after a commit. Must not block.
       on_abort: called with a dead node id, at once, in the reading thread. Must not block.
       on_stopped_now: called when `stopped_now` is set. Must not block.
@@ -87,6 +88,7 @@ class Link:
         self.stop_requested: str | None = None
         self.stopped_now = threading.Event()
         self.saved_step = 0
+        self.has_checkpoints = False
         self._ended_step = self._save_asked = self._save_answered = 0
         self.on_leave: Callable[[str], None] = _ignore
         self.on_abort: Callable[[int], None] = _ignore
@@ -358,6 +360,7 @@ class Link:
 
     def _save_state(self, state: control_pb2.SaveState) -> None:
         self.saved_step, self._ended_step, self._save_answered = state.saved_step, state.ended_step, state.answered
+        self.has_checkpoints = state.has_checkpoints
 
     # The sending thread (gRPC's own) --------------------------------------------------------------
 

@@ -208,14 +208,16 @@ class Welcome(_message.Message):
     def __init__(self, save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ...) -> None: ...
 
 class SaveState(_message.Message):
-    __slots__ = ("saved_step", "ended_step", "answered")
+    __slots__ = ("saved_step", "ended_step", "answered", "has_checkpoints")
     SAVED_STEP_FIELD_NUMBER: _ClassVar[int]
     ENDED_STEP_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
     saved_step: int
     ended_step: int
     answered: int
-    def __init__(self, saved_step: _Optional[int] = ..., ended_step: _Optional[int] = ..., answered: _Optional[int] = ...) -> None: ...
+    has_checkpoints: bool
+    def __init__(self, saved_step: _Optional[int] = ..., ended_step: _Optional[int] = ..., answered: _Optional[int] = ..., has_checkpoints: bool = ...) -> None: ...
 
 class SaveAsked(_message.Message):
     __slots__ = ("number",)

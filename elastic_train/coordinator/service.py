@@ -58,6 +58,7 @@ class Coordinator:
       apply: the state machine, `elastic_train.membership.roster.apply`.
       faults: gives keepalive and JAX heartbeat.
       past: what earlier parts of the run say, whose epochs and incarnations go on.
+      has_checkpoints: the run goes on from a checkpoint.
       bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
       host: what callers know this host by; by default the host of `bind`.
       secret: what every caller must know.
@@ -82,6 +83,7 @@ class Coordinator:
         apply: Apply,
         faults: FaultConfig,
         past: Past | None = None,
+        has_checkpoints: bool = False,
         bind: str = "127.0.0.1:0",
         host: str = "",
         secret: str,
@@ -118,6 +120,7 @@ class Coordinator:
             lambda message: self._tell(self._workers, message),
             records.event,
             lambda text: None if on_note is None else on_note(text),
+            has_checkpoints,
         )
         self._finished: dict[int, control_pb2.Finished] = {}
         self._noted_by: dict[tuple[str, str], Identity] = {}

@@ -107,6 +107,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             _limits(workers, options.min_workers, checked.faults),
             job,
             past=records.past,
+            has_checkpoints=resume is not None and bool(resume.path),
             apply=apply,
             faults=checked.faults,
             bind=options.bind,
