@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,3 +252,25 @@ def test_the_own_address_is_the_one_on_the_way_to_the_coordinator() -> None:
 
 def test_user_code_is_not_handed_the_secret() -> None:
     assert without_secret({"ELASTIC_TRAIN_SECRET": "x", "HOME": "/"}) == {"HOME": "/"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_row_19_a_signal_before_the_job_has_begun_ends_the_command_with_130(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    recipe = tmp_path / "slow.py"
+    recipe.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "elastic_train", "run", str(recipe), "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(30) == 130
+    checking = int((tmp_path / "pid").read_text())
+    while psutil.pid_exists(checking):
+        assert time.monotonic() < end
+        time.sleep(0.01)
