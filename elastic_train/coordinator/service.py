@@ -118,7 +118,7 @@ class Coordinator:
         self._commits = Commits(self._loop, records, self._acknowledge, self._show_lost_records)
         self._checkpoints = Checkpoints(
             lambda message: self._tell(self._workers, message),
-            records.event,
+            lambda name, /, **fields: records.event(name, **fields),
             lambda text: None if on_note is None else on_note(text),
             has_checkpoints,
         )

@@ -259,11 +259,16 @@ def test_row_19_sigterm_at_random_moments(tmp_path: Path) -> None:
     chance = random.Random(19)
     run_dir, other = tmp_path / "run", tmp_path / "plain"
     options = ("--set", f"checkpoint.every_steps={EVERY}", "--set", "eval_every=5")
-    for _ in range(20):
+    for number in range(20):
         workers = chance.randint(1, 3)
         with Job(run_dir, FAULTY, "--steps", "5000", *options, workers=workers, pace_s=0.05) as running:
             running.wait_for("the run directory", run_dir.exists)
-            time.sleep(chance.random() * 15)
+            began = len(running.events("recovered"))
+            if number % 2:
+                running.wait_event("recovered", count=began + 1)
+                time.sleep(chance.random() * 2)
+            else:
+                time.sleep(chance.random() * 10)
             running.process.send_signal(signal.SIGTERM)
             assert running.finish() == 130, running.logs()
             assert running.processes_left() == []
