@@ -4,6 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_train.checkpoint.weights import load_model as load_model
+    from elastic_train.checkpoint.weights import load_params as load_params
+    from elastic_train.config import CheckpointConfig as CheckpointConfig
     from elastic_train.config import Config as Config
     from elastic_train.config import FaultConfig as FaultConfig
     from elastic_train.data.grain_source import from_grain as from_grain
@@ -19,12 +22,15 @@ if TYPE_CHECKING:
     from elastic_train.trainer import Trainer as Trainer
 
 _HOMES = {
+    "CheckpointConfig": "config",
     "Config": "config",
     "FaultConfig": "config",
     "ArraySource": "data.source",
     "DataSource": "data.source",
     "TokenSource": "data.source",
     "from_grain": "data.grain_source",
+    "load_model": "checkpoint.weights",
+    "load_params": "checkpoint.weights",
     "main": "plain",
     "TrainState": "state",
     "WeightedSum": "step.local",

@@ -1,4 +1,5 @@
-"""The command line: `elastic-train run`, `status`, `ledger`, `barriers`, `compare`, `verify-faults`, `coordinator`."""
+"""The command line: `elastic-train run`, `status`, `stop`, `save`, `drain`, `checkpoint`, `ledger`, `barriers`,
+`compare`, `verify-faults` and `coordinator`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from elastic_train.checkpoint.resume import Mode
 from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError
 
 if TYPE_CHECKING:
@@ -76,12 +78,16 @@ class _Host:
 class Run(_Host, _Recipe):
     """Train a recipe with any number of workers, through the loss and return of any of them.
 
+    The same command goes on with a run that was stopped or broken off.
+
     Exit codes: 0 done; 2 bad usage, recipe or config; 3 the recipe's own code failed on every worker;
-    4 gave up; 130 stopped on request. The first SIGINT or SIGTERM asks for a stop after a commit, the second
-    stops at once. SIGUSR1 has every worker write its stacks to its log.
+    4 gave up; 130 stopped on request. The first SIGINT or SIGTERM asks for a stop after a commit, which is
+    saved; the second stops at once. SIGUSR1 has every worker write its stacks to its log.
 
     Attributes:
       bind: where the coordinator listens; port 0 takes a free one.
+      resume: never: the run directory must hold no run; auto: go on with one that it holds, from its newest good
+        checkpoint; must: only go on.
       slots: the slots of this host, as 0-3 or 0,2,5; by default all.
       coordinator: HOST:PORT of a coordinator that runs elsewhere; this host then only fills its slots.
       chaos: a TOML file with faults that are injected into this run; see docs/chaos.md.
@@ -90,6 +96,7 @@ class Run(_Host, _Recipe):
     """
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
+    resume: Mode = "auto"
     slots: Annotated[str | None, _shown_as("SLOTS")] = None
     coordinator: Annotated[str | None, _shown_as("HOST:PORT")] = None
     chaos: Annotated[Path | None, _shown_as("FILE")] = None
@@ -102,9 +109,11 @@ class CoordinatorAlone(_Host, _Recipe):
 
     Attributes:
       bind: where it listens, on an address that the hosts can reach.
+      resume: as for `run`.
     """
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")]
+    resume: Mode = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +157,116 @@ class Status:
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Ask a running job to stop after a commit, and to save; as one SIGTERM does. A second time stops it at once.
+
+    Attributes:
+      run_dir: the job's run directory.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Have a running job save its state; wait for it, and print the checkpoint's path. Training goes on.
+
+    Attributes:
+      run_dir: the job's run directory.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain:
+    """Have one worker leave after a commit, for good: it is not started again as long as the job runs.
+
+    Attributes:
+      run_dir: the job's run directory.
+      worker: its slot.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    worker: Annotated[int, tyro.conf.arg(metavar="I")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ls:
+    """List a run's checkpoints.
+
+    Attributes:
+      run_dir: the job's run directory.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Read checkpoints as a whole and compare every file with its digest. Changes nothing.
+
+    Exit codes: 0 all are good; 1 one is damaged; 2 there is none.
+
+    Attributes:
+      run_dir: the job's run directory.
+      step: of one checkpoint; by default all.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    step: Annotated[int | None, _shown_as("S")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """Say which leaves of two checkpoints differ, by their digests.
+
+    Exit codes: 0 none; 1 some; 2 there is no such checkpoint.
+
+    Attributes:
+      run_dir: the job's run directory.
+      step: the first checkpoint; by default the newest.
+      other_dir: where the second one is; by default in the same run.
+      other_step: the second checkpoint; by default the newest.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    step: Annotated[int | None, _shown_as("S")] = None
+    other_dir: Annotated[Path | None, _shown_as("DIR2")] = None
+    other_step: Annotated[int | None, _shown_as("S2")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a checkpoint's parameters to a safetensors file. Needs the extra `safetensors`.
+
+    Attributes:
+      run_dir: the job's run directory.
+      out: the file.
+      step: of which checkpoint; by default the newest.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    step: Annotated[int | None, _shown_as("S")] = None
+
+
+CheckpointAction = (
+    Annotated[Ls, tyro.conf.subcommand("ls")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Diff, tyro.conf.subcommand("diff")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """List, verify, compare or export a run's checkpoints."""
+
+    action: Annotated[CheckpointAction, tyro.conf.arg(name="")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +320,15 @@ class Compare:
 class PlainOptions:
     """Train this recipe in one plain process.
 
+    The same command goes on with a run that was stopped or broken off.
+
     Attributes:
       steps: optimizer updates in total.
       run_dir: where everything is written; by default runs/RECIPE-TIME.
       seed: start of all random numbers and of the order of the samples.
       config: a TOML file with settings.
       overrides: settings, as key=value; several, and several times.
+      resume: never: the run directory must hold no run; auto: go on with one that it holds; must: only go on.
     """
 
     steps: Annotated[int | None, _shown_as("S")] = None
@@ -214,6 +336,7 @@ class PlainOptions:
     seed: Annotated[int | None, _shown_as("K")] = None
     config: Annotated[Path | None, _shown_as("FILE")] = None
     overrides: Overrides = ()
+    resume: Mode = "auto"
 
     @property
     def set(self) -> tuple[str, ...]:
@@ -224,6 +347,10 @@ class PlainOptions:
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Status, tyro.conf.subcommand("status")]
+    | Annotated[Stop, tyro.conf.subcommand("stop")]
+    | Annotated[Save, tyro.conf.subcommand("save")]
+    | Annotated[Drain, tyro.conf.subcommand("drain")]
+    | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Ledger, tyro.conf.subcommand("ledger")]
     | Annotated[Barriers, tyro.conf.subcommand("barriers")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
@@ -283,7 +410,7 @@ def parse_slots(text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(slots))
 
 
-def _perform(command: Run | Status | Ledger | Barriers | Compare | VerifyFaults | CoordinatorAlone) -> int:
+def _perform(command: Command) -> int:
     # Each command imports what it needs: gRPC alone takes a fifth of a second.
     match command:
         case Status():
@@ -292,6 +419,10 @@ def _perform(command: Run | Status | Ledger | Barriers | Compare | VerifyFaults 
             status = live_status(command.run_dir)
             print(json.dumps(status) if command.json else format_status(status))
             return 0
+        case Stop() | Save() | Drain():
+            return _order(command)
+        case Checkpoint(action=action):
+            return _checkpoint(action)
         case Ledger():
             from elastic_train.data.ledger import format_report
             from elastic_train.data.ledger_files import verify_run
@@ -317,7 +448,7 @@ def _perform(command: Run | Status | Ledger | Barriers | Compare | VerifyFaults 
             from elastic_train.launch.host import run_agent
             from elastic_train.launch.job import run_job
 
-            options = _job_options(command, command.bind, parse_slots(command.slots), command.chaos)
+            options = _job_options(command, command.bind, parse_slots(command.slots), command.chaos, command.resume)
             traced = command.trace_blocks or command.chaos is not None
             environ = {**os.environ, **({TRACE_VARIABLE: "1"} if traced else {})}
             if command.coordinator is not None and command.chaos is not None:
@@ -332,7 +463,9 @@ def _perform(command: Run | Status | Ledger | Barriers | Compare | VerifyFaults 
 
             if command.workers is None:
                 raise UsageError("give --workers, the number of workers on all hosts together")
-            return run_job(_job_options(command, command.bind, None), os.environ, with_agent=False)
+            return run_job(
+                _job_options(command, command.bind, None, resume=command.resume), os.environ, with_agent=False
+            )
 
 
 def _verify_faults(command: VerifyFaults) -> int:
@@ -350,8 +483,50 @@ def _verify_faults(command: VerifyFaults) -> int:
     return verified.exit_code
 
 
+def _order(command: Stop | Save | Drain) -> int:
+    from elastic_train.coordinator import calls
+
+    match command:
+        case Stop():
+            calls.stop(command.run_dir)
+            print("the job stops after its next commit, and saves; once more stops it at once")
+        case Save():
+            step, path = calls.save(command.run_dir)
+            print(f"step {step}: {path}")
+        case Drain():
+            calls.drain(command.run_dir, command.worker)
+            print(f"worker {command.worker} leaves after the next commit, and does not come back")
+    return 0
+
+
+def _checkpoint(action: Ls | Verify | Diff | Export) -> int:
+    from elastic_train.checkpoint import show
+
+    match action:
+        case Ls():
+            print(show.listing(action.run_dir))
+        case Verify():
+            are_good, text = show.verification(action.run_dir, action.step)
+            print(text)
+            return 0 if are_good else 1
+        case Diff():
+            is_same, text = show.comparison(action.run_dir, action.step, action.other_step, action.other_dir)
+            print(text)
+            return 0 if is_same else 1
+        case Export():
+            from elastic_train.checkpoint.weights import export_safetensors
+
+            step = export_safetensors(action.run_dir, action.out, action.step)
+            print(f"{action.out}: the parameters after step {step}")
+    return 0
+
+
 def _job_options(
-    command: Run | CoordinatorAlone, bind: str, slots: tuple[int, ...] | None, chaos: Path | None = None
+    command: Run | CoordinatorAlone,
+    bind: str,
+    slots: tuple[int, ...] | None,
+    chaos: Path | None = None,
+    resume: Mode = "never",
 ) -> JobOptions:
     from elastic_train.coordinator.security import Tls
     from elastic_train.launch.options import JobOptions
@@ -376,6 +551,7 @@ def _job_options(
             ca=_absolute(command.tls_ca),
             peer_uri_prefix=command.tls_peer_uri_prefix,
         ),
+        resume=resume,
     )
 
 

@@ -67,6 +67,7 @@ class FaultConfig:
       first_step_timeout_s: the same in an epoch's beginning, where programs are compiled, and in its first step.
       evaluate_timeout_s: how long one batch of an evaluation may take.
       hook_timeout_s: how long an `on_...` hook may take, and what is written at the end.
+      save_timeout_s: how long writing or reading a checkpoint may take.
       straggler_factor: a worker whose own work takes this many times as long as the others' is reported.
       evict_stragglers: kill and replace such a worker, too, if enough others are there.
       max_evictions: how often one slot's worker is replaced for being slow.
@@ -94,6 +95,7 @@ class FaultConfig:
     first_step_timeout_s: float = 600.0
     evaluate_timeout_s: float = 600.0
     hook_timeout_s: float = 600.0
+    save_timeout_s: float = 1800.0
     straggler_factor: float = 3.0
     evict_stragglers: bool = False
     max_evictions: int = 2
@@ -154,6 +156,32 @@ class FaultConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state is saved, and what stays. It is saved at the end of a run, too, and when somebody asks.
+
+    Attributes:
+      every_steps: steps between two saves; 0 for none by steps.
+      every_s: seconds between two saves; 0 for none by time.
+      keep: how many of the newest stay. With 1 there is none to fall back on. 0 saves nothing at all.
+      keep_every_steps: every so many steps one is saved that stays for ever; 0 for none.
+      path: where to; by default `checkpoints` in the run directory. All hosts must reach it. Also a URL that Orbax
+        takes, such as gs://bucket/run.
+    """
+
+    every_steps: int = 0
+    every_s: float = 300.0
+    keep: int = 3
+    keep_every_steps: int = 0
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "every_s", "keep", "keep_every_steps"):
+            value = getattr(self, name)
+            require(value >= 0, f"checkpoint.{name}", value, "use 0 (none) or a positive number")
+        require(self.path != "", "checkpoint.path", self.path, "name a directory, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """What every recipe can be told. A recipe subclasses it and adds its own fields.
 
@@ -175,6 +203,8 @@ class Config:
         samples of one step more. 0 reads in the step itself, in the main thread. No part of the numbers.
       deterministic: on GPUs, use only kernels that give the same bits every time, and one set of compiled programs
         for all workers; 8 % slower for a 354M GPT, 17 % for 124M. CPU runs are bitwise reproducible without it.
+      checkpoint: when the state is saved.
+      faults: time limits and budgets.
     """
 
     steps: int = 100
@@ -187,6 +217,7 @@ class Config:
     tensorboard: bool = False
     prefetch: int = 2
     deterministic: bool = False
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:

@@ -66,6 +66,11 @@ def to_toml(config: Config) -> str:
     return "\n".join(_lines(config, "")) + "\n"
 
 
+def to_values(config: Config) -> dict[str, object]:
+    """Every setting by its dotted key, as TOML has it."""
+    return {key: setting.value for key, setting in _flatten(tomllib.loads(to_toml(config)), "", "")}
+
+
 def config_digest(config: Config) -> str:
     """SHA-256, in hexadecimal, over the class's qualified name and every value: equal on all workers.
 

@@ -99,6 +99,7 @@ def prepare_member(
     min_workers: int,
     own_ports: frozenset[int],
     leave_requested: threading.Event,
+    checkpoints: str,
     trace: Trace | None = None,
 ) -> Training:
     """Does everything slow, so that the worker stalls nobody when it is admitted.
@@ -110,6 +111,7 @@ def prepare_member(
       min_workers: the floor.
       own_ports: ports of the coordinator and the relay; their sockets are never gloo's.
       leave_requested: set when this worker alone was asked to leave.
+      checkpoints: the checkpoint directory.
       trace: told of every barrier.
 
     Raises what the user's code raises.
@@ -132,7 +134,9 @@ def prepare_member(
     link.on_abort = group.on_dead
     for node in link.dead:
         group.on_dead(node)
-    return Training(recipe, group, link, min_workers, leave_requested)
+    training = Training(recipe, group, link, min_workers, leave_requested, checkpoints)
+    training.refuse_other_checkpoint()
+    return training
 
 
 def run_member(

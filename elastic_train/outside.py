@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from elastic_train.checkpoint.saves import Requests
 from elastic_train.membership.group import Identity, View
 
 
-class Outside(Protocol):
+class Outside(Requests, Protocol):
     """What a run needs from outside: the coordinator's link in a job, files and signals in a plain process."""
 
     @property
@@ -22,6 +24,23 @@ class Outside(Protocol):
     def resend(self) -> None: ...
     def noted(self, event: str, show: str, **fields: object) -> None:
         """Something worth a line in the events, `event` with its `fields`, and one on the display."""
+        ...
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether the run has some. What lies in the directory besides belongs to another run."""
+        ...
+
+    def pending_records(self) -> Sequence[str]:
+        """Records, as JSON, that may not be on disk yet; oldest first."""
+        ...
+
+    def loaded(self, step: int, samples: int, path: str, seconds: float) -> None:
+        """The first member has the state out of a checkpoint; at step 0 without one, if all were damaged."""
+        ...
+
+    def set_aside(self, text: str) -> None:
+        """A checkpoint was found damaged; `text` says which one, and what is wrong with it."""
         ...
 
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None: ...

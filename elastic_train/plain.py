@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -14,8 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
+from elastic_train.checkpoint.planning import plan
+from elastic_train.checkpoint.resume import Mode, checkpoint_directory
+from elastic_train.checkpoint.saves import Save
 from elastic_train.config import ConfigError
-from elastic_train.config_files import resolve, to_toml
+from elastic_train.config_files import resolve, to_toml, to_values
 from elastic_train.errors import (
     ElasticTrainError,
     InterruptedByUser,
@@ -31,6 +35,8 @@ from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Alone, Group
 from elastic_train.recipe import Recipe
 from elastic_train.state import params_sha256, state_sha256
+from elastic_train.step.local import leaf_kinds_of
+from elastic_train.telemetry import saves
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
@@ -48,6 +54,10 @@ class Nobody:
 
     candidates: tuple[Identity, ...] = ()
     stop_requested: str | None = None
+    save_requested: int = 0
+    saved_step: int = 0
+    has_checkpoints: bool = False
+    first_epoch: int = 1
 
     def phase(self, name: str, step: int) -> None:
         pass
@@ -67,6 +77,21 @@ class Nobody:
     def noted(self, event: str, show: str, **fields: object) -> None:
         pass
 
+    def pending_records(self) -> tuple[str, ...]:
+        return ()
+
+    def saved(self, save: Save) -> None:
+        pass
+
+    def loaded(self, step: int, samples: int, path: str, seconds: float) -> None:
+        pass
+
+    def set_aside(self, text: str) -> None:
+        pass
+
+    def wait_last_save(self, step: int, nodes: frozenset[int], timeout: float) -> bool | None:
+        return False
+
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
         pass
 
@@ -74,8 +99,14 @@ class Nobody:
         return False
 
 
-def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
-    """Trains to the last step (or until a stop is asked for) in this process."""
+def fit_alone(trainer: Trainer, outside: Nobody | None = None, checkpoints: str | None = None) -> Result:
+    """Trains to the last step (or until a stop is asked for) in this process.
+
+    Args:
+      trainer: what to train.
+      outside: where records go and requests come from; by default nobody.
+      checkpoints: the checkpoint directory; None for a run that leaves no trace.
+    """
     outside = outside or Nobody()
     device = jax.local_devices()[0]
     recipe = Recipe(trainer, device)
@@ -91,7 +122,8 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
             None,
             lambda devices, trace: Alone(),
         )
-        return Training(recipe, group, outside).run(View(1, (ME,)))
+        training = Training(recipe, group, outside, checkpoints=checkpoints)
+        return training.run(View(outside.first_epoch, (ME,)))
     finally:
         recipe.close()
 
@@ -99,12 +131,21 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None) -> Result:
 class _Process(Nobody):
     """The outside of `et.main`: the run directory, a display, and this process's own signals."""
 
-    def __init__(self, records: RunDirectory, display: Display, signals: Signals, max_step_failures: int) -> None:
+    def __init__(
+        self,
+        records: RunDirectory,
+        display: Display,
+        signals: Signals,
+        max_step_failures: int,
+        has_checkpoints: bool,
+    ) -> None:
         self._records, self._display, self._signals = records, display, signals
         self._max_step_failures = max_step_failures
         self._error = ""
         self._attempts: Counter[int] = Counter()
         self._has_said_stopping = False
+        self.first_epoch = records.past.epoch + 1
+        self.has_checkpoints = has_checkpoints
 
     @property
     def stop_requested(self) -> str | None:
@@ -131,6 +172,20 @@ class _Process(Nobody):
     def noted(self, event: str, show: str, **fields: object) -> None:
         self._records.event(event, **fields)
         self._display.note(show)
+
+    def pending_records(self) -> tuple[str, ...]:
+        self._records.flush()
+        return ()
+
+    def saved(self, save: Save) -> None:
+        saves.tell(dataclasses.asdict(save), self._records.event, self._display.note)
+
+    def loaded(self, step: int, samples: int, path: str, seconds: float) -> None:
+        self._records.event("checkpoint_loaded", step=step, samples=samples, path=path, seconds=seconds)
+
+    def set_aside(self, text: str) -> None:
+        self._records.event("checkpoint_damaged", text=text)
+        self._display.note(text)
 
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
         about = {"step": step, "fatal": fatal, "startup": startup, "traceback": traceback}
@@ -167,29 +222,40 @@ def _main(trainer: type[Trainer], signals: Signals) -> NoReturn:
         config = resolve(trainer.config_class(), options.config, options.set, flags)
         if config.deterministic:  # read when the first backend is created, which is later
             os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), DETERMINISTIC_XLA_FLAGS)
-        sys.exit(_train(trainer(config), options.run_dir or default_run_dir(name), name, signals))
+        run_dir = options.run_dir or default_run_dir(name)
+        sys.exit(_train(trainer(config), run_dir, name, options.resume, signals))
     except ConfigError as error:
         sys.exit(report_error(UsageError(str(error))))
     except ElasticTrainError as error:
         sys.exit(report_error(error))
 
 
-def _train(trainer: Trainer, run_dir: Path, name: str, signals: Signals) -> int:
+def _train(trainer: Trainer, run_dir: Path, name: str, mode: Mode, signals: Signals) -> int:
     config = trainer.config
     check_trackers(config.tensorboard)
-    prepare_run_directory(run_dir)
+    prepare_run_directory(run_dir, may_hold_run=mode != "never")
+    resume = plan(run_dir, mode, config.checkpoint, to_values(config), lambda: leaf_kinds_of(type(trainer), config))
     trackers = open_trackers(config.tensorboard, run_dir)
-    display = Display(sys.stderr, 1, trainer.config.steps)
-    with RunDirectory(run_dir, log_every=config.log_every, trackers=trackers) as records:
+    display = Display(sys.stderr, 1, trainer.config.steps, first_step=resume.step if resume else 0)
+    with RunDirectory(
+        run_dir,
+        log_every=config.log_every,
+        trackers=trackers,
+        resume=resume.step if resume else None,
+    ) as records:
         records.write_config(to_toml(trainer.config))
         about = {"versions": versions(), "start_time": time.time(), "recipe": name, "workers": 1, "pid": os.getpid()}
         records.write_job({"address": None, "steps": trainer.config.steps, **about})
         records.event("job_started", recipe=name, trainer=type(trainer).__name__, workers=1)
+        if resume:
+            resume.tell(records.event, display.note)
+            records.fill_up(resume.step, resume.records)
         records.event("worker_started", **ME._asdict(), pid=os.getpid(), host=socket.gethostname())
         display.start()
         try:
-            outside = _Process(records, display, signals, trainer.config.faults.max_step_failures)
-            ended = _summarized(trainer, outside, run_dir)
+            failures = trainer.config.faults.max_step_failures
+            outside = _Process(records, display, signals, failures, resume is not None and bool(resume.path))
+            ended = _summarized(trainer, outside, run_dir, checkpoint_directory(run_dir, config.checkpoint))
         finally:
             display.stop()
         records.event("end", status=ended["status"], exit_code=ended["exit_code"])
@@ -198,10 +264,12 @@ def _train(trainer: Trainer, run_dir: Path, name: str, signals: Signals) -> int:
     return ended["exit_code"]
 
 
-def _summarized(trainer: Trainer, outside: _Process, run_dir: Path) -> dict[str, Any]:
+def _summarized(trainer: Trainer, outside: _Process, run_dir: Path, checkpoints: str) -> dict[str, Any]:
     """Trains, and leaves a description of the parameters in `run_dir`; how it ended, for the summary."""
     try:
-        result = fit_alone(trainer, outside)
+        result = fit_alone(trainer, outside, checkpoints)
+    except UsageError:
+        raise
     except NonFiniteError as error:
         return {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
     except UserCodeError as error:

@@ -71,13 +71,21 @@ class Recovery:
       outside: told of views.
       held: the state that is compared, donated or replaced.
       phase: told what is being done.
+      load: gives the state of the newest good checkpoint, like the one it is given; None if there is none. Asked on the
+        first member, when nobody has a state.
     """
 
     def __init__(
-        self, recipe: Recipe, group: Group, outside: Outside, held: Held, phase: Callable[[str], None]
+        self,
+        recipe: Recipe,
+        group: Group,
+        outside: Outside,
+        held: Held,
+        phase: Callable[[str], None],
+        load: Callable[[TrainState], TrainState | None],
     ) -> None:
         self._recipe, self._group, self._outside = recipe, group, outside
-        self._held, self._phase, self._local = held, phase, recipe.local
+        self._held, self._phase, self._local, self._load = held, phase, recipe.local, load
         self._num_repairs, self._repaired_step = 0, -1
 
     def begin(
@@ -156,7 +164,13 @@ class Recovery:
         if wrong and isinstance(verdict := self._explain(agreement, wrong, why), Shrink):
             return verdict
         new = tuple(rank for rank, standing in enumerate(standings) if not standing.has_state)
-        fresh, healed, heal_s, num_rounds = agreement.fresh, agreement.receivers, 0.0, 0
+        fresh = agreement.fresh
+        if fresh:
+            outcome = self._from_checkpoint()
+            if isinstance(outcome, Shrink):
+                return outcome
+            agreement, standings = outcome
+        healed, heal_s, num_rounds = agreement.receivers, 0.0, 0
         while agreement.receivers and num_rounds < MAX_HEALING_ROUNDS:
             num_rounds += 1
             started = time.monotonic()
@@ -240,6 +254,15 @@ class Recovery:
         if self._group.rank in agreement.refused:
             leave(f"slot {self._group.me.slot}: runs another model, dtype or config than the other members")
         return agreement, standings
+
+    def _from_checkpoint(self) -> tuple[Agreement, list[Standing]] | Shrink:
+        """Nobody has a state: the first member looks for one on disk, and all compare again."""
+        if self._group.is_first:
+            self._phase("load")
+            loaded = self._load(self._held.state)
+            if loaded is not None:
+                self._held.state, self._held.counts = loaded, True
+        return self._reconcile()
 
     def _heal(self, agreement: Agreement, standings: list[Standing]) -> Agreed:
         """The donors' state to the receivers. A receiver's own state is replaced only if everybody was there."""

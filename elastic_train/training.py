@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from elastic_train.checkpoint.keeping import Keeping
 from elastic_train.config import shards_note
 from elastic_train.errors import NonFiniteError, UserCodeError
 from elastic_train.membership.group import Agreed, Commit, Differ, Identity, NonFinite, Retry, Shrink, View, Vote
@@ -69,6 +70,7 @@ class Training:
       outside: where records go and requests come from.
       min_workers: below this many members no step is tried.
       leave_requested: set when this worker alone was asked to leave.
+      checkpoints: the checkpoint directory; None saves nothing.
     """
 
     def __init__(
@@ -78,12 +80,15 @@ class Training:
         outside: Outside,
         min_workers: int = 1,
         leave_requested: threading.Event | None = None,
+        checkpoints: str | None = None,
     ) -> None:
         self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
         self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
-        self._stepper = Stepper(group, recipe.local, recipe, recipe.batches, self._phase, outside.worked)
-        self._held = Held(recipe.local.initial)
-        self._recovery = Recovery(recipe, group, outside, self._held, self._phase)
+        self._held = Held(recipe.local.give_initial())
+        self._keeping = Keeping(recipe, group, outside, checkpoints)
+        before_update = self._keeping.before_update
+        self._stepper = Stepper(group, recipe.local, recipe, recipe.batches, self._phase, outside.worked, before_update)
+        self._recovery = Recovery(recipe, group, outside, self._held, self._phase, self._keeping.load)
         self._failure = ""
         self._failures = Failures(self._config.faults.max_step_failures)
         self._nonfinite_in_a_row = 0
@@ -99,21 +104,36 @@ class Training:
         note = shards_note(self._recipe.batches.num_shards(members), members)
         if note and self._recipe.device.platform != "cpu":
             print(f"elastic_train: {note}", file=sys.stderr, flush=True)
+        try:
+            return self._run(view)
+        finally:
+            self._keeping.close()
+
+    def _run(self, view: View) -> Result:
         self._begin(view)
         while self.state.step < self._config.steps:
             if len(self._group.view.members) < self._min_workers:
                 verdict = self._pause()
             else:
                 verdict = self._step()
-            if isinstance(verdict, Commit) and (verdict.stop or self._group.me in verdict.leaving):
+            if isinstance(verdict, Commit) and self._group.me in verdict.leaving and not verdict.stop:
                 self._send_record()
-                return Result("stopped" if verdict.stop else "left", self.state, self._metrics)
+                return Result("left", self.state, self._metrics)
             self._follow(verdict)
             self._evaluate_if_due()
             self._send_record()
+            if isinstance(verdict, Commit):
+                if verdict.stop:
+                    break
+                self._keeping.committed(self.state, verdict.save, self._metrics)
         if self._failure:  # of the last step's hook: no step follows that it could be a failure of
             self._outside.failed(self.state.step, False, False, self._failure)
-        return Result("done", self.state, self._metrics)
+        self._keeping.last(self.state, self._metrics)
+        return Result("done" if self.state.step >= self._config.steps else "stopped", self.state, self._metrics)
+
+    def refuse_other_checkpoint(self) -> None:
+        """Raises UsageError if the newest checkpoint cannot be gone on from with this model and these data."""
+        self._keeping.refuse_other()
 
     @property
     def state(self) -> TrainState:
@@ -149,6 +169,8 @@ class Training:
         came: tuple[Identity, ...] = (),
     ) -> None:
         self._recovered = self._recovery.begin(view, died, left, came)
+        if self._recovered["kind"] == "formed":
+            self._metrics = self._keeping.begun(self.state.step)
         me, step = self._group.me.slot, self.state.step
         self._phase("hook")
         failure = self._trainer._epoch_begun(self._group.view, me, step, self._recovered)
@@ -175,6 +197,7 @@ class Training:
             leave=self._leave_requested.is_set(),
             spent=self._failures.next_is_last,
             nonfinite=self._nonfinite_in_a_row,
+            save=self._group.is_first and self._keeping.wants(),
             joiners=candidates if self._group.is_first else (),
         )
 

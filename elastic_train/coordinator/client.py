@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
 import traceback as traceback_module
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError
 from elastic_train.membership.group import Identity, View
+
+if TYPE_CHECKING:
+    from elastic_train.checkpoint.saves import Save
 
 HELLO_TIMEOUT_S = 30.0
 RECORDS_INTERVAL_S = 0.05
@@ -61,6 +65,9 @@ class Link:
       dead: nodes that the coordinator has named dead so far.
       stop_requested: why all should agree on a stop after a commit; None while nobody asks.
       stopped_now: set when the coordinator says that all is over.
+      saved_step: the newest step that any member has saved.
+      has_checkpoints: whether whoever begins without a state shall load one.
+      on_leave: called when this worker alone is to leave after a commit. Must not block.
       on_abort: called with a dead node id, at once, in the reading thread. Must not block.
       on_stopped_now: called when `stopped_now` is set. Must not block.
       on_evict: called with the reason when this worker is to exit: what it holds is out of date.
@@ -80,6 +87,10 @@ class Link:
         self.dead: frozenset[int] = frozenset()
         self.stop_requested: str | None = None
         self.stopped_now = threading.Event()
+        self.saved_step = 0
+        self.has_checkpoints = False
+        self._ended_step = self._save_asked = self._save_answered = 0
+        self.on_leave: Callable[[str], None] = _ignore
         self.on_abort: Callable[[int], None] = _ignore
         self.on_stopped_now: Callable[[str], None] = _ignore
         self.on_evict: Callable[[str], None] = _ignore
@@ -179,6 +190,11 @@ class Link:
             if send:
                 self._queue_records([text], 0.0 if flush else RECORDS_INTERVAL_S)
 
+    def pending_records(self) -> list[str]:
+        """Records, as JSON, that the coordinator may not have on disk, oldest first."""
+        with self._changed:
+            return [text for _, text in self._unacknowledged]
+
     @property
     def num_unacknowledged(self) -> int:
         """How many records are kept because the coordinator may not have them on disk."""
@@ -189,6 +205,25 @@ class Link:
         with self._changed:
             self._records.clear()
             self._queue_records([text for _, text in self._unacknowledged], 0.0)
+
+    def saved(self, save: Save) -> None:
+        """A save has ended."""
+        message = control_pb2.Saved(step=save.step, json=json.dumps(dataclasses.asdict(save)))
+        self._send(control_pb2.FromWorker(saved=message))
+
+    def loaded(self, step: int, samples: int, path: str, seconds: float) -> None:
+        """This member has the state out of a checkpoint."""
+        loaded = control_pb2.Loaded(step=step, samples=samples, path=path, seconds=seconds)
+        self._send(control_pb2.FromWorker(loaded=loaded))
+
+    def set_aside(self, text: str) -> None:
+        """A checkpoint was found damaged."""
+        self._send(control_pb2.FromWorker(set_aside=control_pb2.SetAside(text=text)))
+
+    @property
+    def save_requested(self) -> int:
+        """The number of the newest request for a save that was not answered; 0 if there is none."""
+        return self._save_asked if self._save_asked > self._save_answered else 0
 
     def phase(self, name: str, step: int) -> None:
         """Notes what this worker does now and how many steps it has committed; -1 says nothing of them. Costs next
@@ -255,6 +290,19 @@ class Link:
         with self._changed:
             return self._changed.wait_for(lambda: bool(nodes & self.dead), timeout)
 
+    def wait_last_save(self, step: int, nodes: frozenset[int], timeout: float) -> bool | None:
+        """True if the save of this step, at the end of training, has ended; False if all of `nodes` are dead; None if
+        neither is so within `timeout` seconds."""
+
+        def news() -> bool | None:
+            if self.saved_step >= step or self._ended_step >= step:
+                return True
+            return False if nodes <= self.dead else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: news() is not None, timeout)
+            return news()
+
     # The reading thread ---------------------------------------------------------------------------
 
     def _read(self, call: _Call) -> None:
@@ -281,6 +329,12 @@ class Link:
             match kind:
                 case "welcome":
                     self._welcome = True
+                    self._save_state(message.welcome.save_state)
+                    self._save_asked = message.welcome.save_asked.number
+                case "save_state":
+                    self._save_state(message.save_state)
+                case "save_asked":
+                    self._save_asked = message.save_asked.number
                 case "candidates":
                     self.candidates = tuple(map(wire.identity_value, message.candidates.joiners))
                 case "form":
@@ -299,8 +353,14 @@ class Link:
             self.on_abort(message.abort.node)
         elif kind == "stop" and message.stop.now:
             self.on_stopped_now(message.stop.reason)
+        elif kind == "leave":
+            self.on_leave("drained")
         elif kind == "evict":
             self.on_evict(message.evict.reason)
+
+    def _save_state(self, state: control_pb2.SaveState) -> None:
+        self.saved_step, self._ended_step, self._save_answered = state.saved_step, state.ended_step, state.answered
+        self.has_checkpoints = state.has_checkpoints
 
     # The sending thread (gRPC's own) --------------------------------------------------------------
 

@@ -25,7 +25,7 @@ class View(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("hello", "ready", "view", "progress", "failed", "finished", "noted")
+    __slots__ = ("hello", "ready", "view", "progress", "failed", "finished", "noted", "saved", "loaded", "set_aside")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     VIEW_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,9 @@ class FromWorker(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     NOTED_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ready: Ready
     view: ViewChanged
@@ -40,7 +43,10 @@ class FromWorker(_message.Message):
     failed: Failed
     finished: Finished
     noted: Noted
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., view: _Optional[_Union[ViewChanged, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., noted: _Optional[_Union[Noted, _Mapping]] = ...) -> None: ...
+    saved: Saved
+    loaded: Loaded
+    set_aside: SetAside
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., view: _Optional[_Union[ViewChanged, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., noted: _Optional[_Union[Noted, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., set_aside: _Optional[_Union[SetAside, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("identity", "pid", "host", "config_digest", "versions")
@@ -143,8 +149,34 @@ class Finished(_message.Message):
     message: str
     def __init__(self, status: _Optional[str] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., params_sha256: _Optional[str] = ..., state_sha256: _Optional[str] = ..., result: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Saved(_message.Message):
+    __slots__ = ("step", "json")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    json: str
+    def __init__(self, step: _Optional[int] = ..., json: _Optional[str] = ...) -> None: ...
+
+class Loaded(_message.Message):
+    __slots__ = ("step", "samples", "path", "seconds")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    samples: int
+    path: str
+    seconds: float
+    def __init__(self, step: _Optional[int] = ..., samples: _Optional[int] = ..., path: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class SetAside(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
 class ToWorker(_message.Message):
-    __slots__ = ("welcome", "candidates", "form", "abort", "evict", "stop", "ack")
+    __slots__ = ("welcome", "candidates", "form", "abort", "evict", "stop", "ack", "save_state", "save_asked", "leave")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +184,9 @@ class ToWorker(_message.Message):
     EVICT_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
+    SAVE_ASKED_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     candidates: Candidates
     form: Form
@@ -159,9 +194,38 @@ class ToWorker(_message.Message):
     evict: Evict
     stop: Stop
     ack: Ack
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., form: _Optional[_Union[Form, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+    save_state: SaveState
+    save_asked: SaveAsked
+    leave: Leave
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., form: _Optional[_Union[Form, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
+    __slots__ = ("save_state", "save_asked")
+    SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
+    SAVE_ASKED_FIELD_NUMBER: _ClassVar[int]
+    save_state: SaveState
+    save_asked: SaveAsked
+    def __init__(self, save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ...) -> None: ...
+
+class SaveState(_message.Message):
+    __slots__ = ("saved_step", "ended_step", "answered", "has_checkpoints")
+    SAVED_STEP_FIELD_NUMBER: _ClassVar[int]
+    ENDED_STEP_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    saved_step: int
+    ended_step: int
+    answered: int
+    has_checkpoints: bool
+    def __init__(self, saved_step: _Optional[int] = ..., ended_step: _Optional[int] = ..., answered: _Optional[int] = ..., has_checkpoints: bool = ...) -> None: ...
+
+class SaveAsked(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class Leave(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -328,3 +392,31 @@ class StopRequest(_message.Message):
 class StopReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SaveRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SaveReply(_message.Message):
+    __slots__ = ("step", "path", "error")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    path: str
+    error: str
+    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("slot", "reason")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    reason: str
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("refusal",)
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    def __init__(self, refusal: _Optional[str] = ...) -> None: ...

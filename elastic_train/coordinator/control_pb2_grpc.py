@@ -54,6 +54,16 @@ class ControlStub(object):
                 request_serializer=elastic__train_dot_coordinator_dot_control__pb2.StopRequest.SerializeToString,
                 response_deserializer=elastic__train_dot_coordinator_dot_control__pb2.StopReply.FromString,
                 _registered_method=True)
+        self.Save = channel.unary_unary(
+                '/elastic_train.Control/Save',
+                request_serializer=elastic__train_dot_coordinator_dot_control__pb2.SaveRequest.SerializeToString,
+                response_deserializer=elastic__train_dot_coordinator_dot_control__pb2.SaveReply.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/elastic_train.Control/Drain',
+                request_serializer=elastic__train_dot_coordinator_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=elastic__train_dot_coordinator_dot_control__pb2.DrainReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -86,6 +96,20 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Save(self, request, context):
+        """Answers when a state at least as new as the call is saved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Has the worker of one slot leave for good.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +132,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=elastic__train_dot_coordinator_dot_control__pb2.StopRequest.FromString,
                     response_serializer=elastic__train_dot_coordinator_dot_control__pb2.StopReply.SerializeToString,
+            ),
+            'Save': grpc.unary_unary_rpc_method_handler(
+                    servicer.Save,
+                    request_deserializer=elastic__train_dot_coordinator_dot_control__pb2.SaveRequest.FromString,
+                    response_serializer=elastic__train_dot_coordinator_dot_control__pb2.SaveReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=elastic__train_dot_coordinator_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=elastic__train_dot_coordinator_dot_control__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +252,60 @@ class Control(object):
             '/elastic_train.Control/Stop',
             elastic__train_dot_coordinator_dot_control__pb2.StopRequest.SerializeToString,
             elastic__train_dot_coordinator_dot_control__pb2.StopReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Save(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic_train.Control/Save',
+            elastic__train_dot_coordinator_dot_control__pb2.SaveRequest.SerializeToString,
+            elastic__train_dot_coordinator_dot_control__pb2.SaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic_train.Control/Drain',
+            elastic__train_dot_coordinator_dot_control__pb2.DrainRequest.SerializeToString,
+            elastic__train_dot_coordinator_dot_control__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

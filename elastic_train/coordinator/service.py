@@ -10,12 +10,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 
 import grpc
 
 from elastic_train.config import FaultConfig
 from elastic_train.coordinator import control_pb2, security, wire
+from elastic_train.coordinator.checkpoints import Checkpoints
 from elastic_train.coordinator.commits import Commits, Records
 from elastic_train.coordinator.jax_service import JaxService
 from elastic_train.coordinator.loop import EventLoop
@@ -26,7 +28,8 @@ from elastic_train.coordinator.watch import WATCH_INTERVAL_S, Paces, Watch
 from elastic_train.errors import last_error
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity
-from elastic_train.membership.roster import Limits, Roster
+from elastic_train.membership.roster import Limits, Roster, beginning, refuse_drain
+from elastic_train.telemetry.continuing import Past
 
 GENERATION = 0
 """This service's number; a job gets another one when its JAX service is replaced."""
@@ -54,6 +57,8 @@ class Coordinator:
         and out of order.
       apply: the state machine, `elastic_train.membership.roster.apply`.
       faults: gives keepalive and JAX heartbeat.
+      past: what earlier parts of the run say, whose epochs and incarnations go on.
+      has_checkpoints: the run goes on from a checkpoint.
       bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
       host: what callers know this host by; by default the host of `bind`.
       secret: what every caller must know.
@@ -77,6 +82,8 @@ class Coordinator:
         *,
         apply: Apply,
         faults: FaultConfig,
+        past: Past | None = None,
+        has_checkpoints: bool = False,
         bind: str = "127.0.0.1:0",
         host: str = "",
         secret: str,
@@ -86,7 +93,7 @@ class Coordinator:
         on_end: OnEnd | None = None,
         stall_note_s: float = 30.0,
     ) -> None:
-        self.roster = Roster(limits)
+        self.roster = beginning(limits, past.epoch, past.starts) if past else Roster(limits)
         self._records = records
         self._decide = apply
         self._on_note = on_note
@@ -109,6 +116,12 @@ class Coordinator:
         self._watch = Watch(faults, self._reports, self._apply, self._note)
         self._paces = Paces(faults, self._reports, limits.min_workers, self._apply, self._note)
         self._commits = Commits(self._loop, records, self._acknowledge, self._show_lost_records)
+        self._checkpoints = Checkpoints(
+            lambda message: self._tell(self._workers, message),
+            lambda name, /, **fields: records.event(name, **fields),
+            lambda text: None if on_note is None else on_note(text),
+            has_checkpoints,
+        )
         self._finished: dict[int, control_pb2.Finished] = {}
         self._noted_by: dict[tuple[str, str], Identity] = {}
         self._digests_differ = False
@@ -207,6 +220,16 @@ class Coordinator:
     def peer_rejected(self, peer: str) -> None:
         self._loop.post(partial(self._peer_rejected, peer, time.monotonic()))
 
+    def save_called(self) -> Future[control_pb2.SaveReply]:
+        reply: Future[control_pb2.SaveReply] = Future()
+        self._loop.post(partial(self._save_called, reply))
+        return reply
+
+    def drain_called(self, slot: int, reason: str) -> Future[str]:
+        refusal: Future[str] = Future()
+        self._loop.post(partial(self._drain_called, slot, reason, refusal))
+        return refusal
+
     # The event loop: all below runs in its thread -------------------------------------------------
 
     def _loop_failed(self, error: Exception) -> None:
@@ -245,6 +268,8 @@ class Coordinator:
                 self._tell(tell, control_pb2.ToWorker(candidates=candidates))
             case r.Form(view, tell):
                 self._tell(tell, control_pb2.ToWorker(form=control_pb2.Form(view=wire.view_message(view))))
+            case r.AskLeave(identity):
+                self._tell((identity.node,), control_pb2.ToWorker(leave=control_pb2.Leave()))
             case r.Evict(identity, reason) | r.RefuseWorker(identity, reason):
                 # Not by its node: another worker may have that one.
                 for stream in [stream for stream, who in self._identities.items() if who == identity]:
@@ -325,6 +350,7 @@ class Coordinator:
                 self._loop.after("shutdown", ORDERLY_END_S, partial(self._shut_down, self._end))
             else:
                 self._shut_down(self._end)
+            self._checkpoints.close()
             self._ended.set()
 
     def _shut_down(self, end: r.End) -> None:
@@ -371,6 +397,12 @@ class Coordinator:
                 self._noted(stream, identity, message.noted)
             case "finished":
                 self._worker_finished(identity, message.finished)
+            case "saved":
+                self._checkpoints.saved(identity, message.saved)
+            case "loaded":
+                self._checkpoints.loaded(identity, message.loaded)
+            case "set_aside":
+                self._checkpoints.set_aside(message.set_aside)
 
     def _hello(self, stream: Stream, hello: control_pb2.Hello) -> None:
         identity = wire.identity_value(hello.identity)
@@ -379,7 +411,7 @@ class Coordinator:
             return
         self._identities[stream] = identity
         self._deserted.clear()
-        stream.send(control_pb2.ToWorker(welcome=control_pb2.Welcome()))
+        stream.send(control_pb2.ToWorker(welcome=self._checkpoints.welcome()))
         self._apply(r.Hello(identity, hello.pid, hello.host, hello.config_digest), versions=hello.versions)
         # One that was told to exit gets no place here: nothing that is meant for its node, or needs it, concerns it.
         if self.roster.is_living(identity):
@@ -568,3 +600,15 @@ class Coordinator:
     def _stop_called(self, reason: str) -> None:
         self._stop_calls += 1
         self._apply(r.StopAsked(now=self._stop_calls > 1, reason=reason))
+
+    def _save_called(self, reply: Future[control_pb2.SaveReply]) -> None:
+        if self._end is None:
+            self._checkpoints.ask(reply)
+        else:
+            reply.set_result(control_pb2.SaveReply(error="the job has ended"))
+
+    def _drain_called(self, slot: int, reason: str, refusal: Future[str]) -> None:
+        why_not = refuse_drain(self.roster, slot)
+        if not why_not:
+            self._apply(r.DrainAsked(slot, reason))
+        refusal.set_result(why_not)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 import grpc
@@ -26,6 +26,9 @@ from elastic_train.errors import UsageError
 MessageType = TypeVar("MessageType", control_pb2.FromWorker, control_pb2.FromAgent)
 
 SERVICE_NAME = "elastic_train.Control"
+CALL_LIMIT_S = 3600.0
+"""How long a call may wait for its answer, if the caller does not say."""
+
 HALF_CLOSE_S = 0.02
 """A broken connection may first look like a peer that has finished sending; the truth follows this soon."""
 
@@ -80,6 +83,8 @@ class Receiver(Protocol):
     def status_json(self) -> str: ...
     def stop_called(self, reason: str) -> None: ...
     def peer_rejected(self, peer: str) -> None: ...
+    def save_called(self) -> Future[control_pb2.SaveReply]: ...
+    def drain_called(self, slot: int, reason: str) -> Future[str]: ...
 
 
 class _Servicer(control_pb2_grpc.ControlServicer):
@@ -98,6 +103,16 @@ class _Servicer(control_pb2_grpc.ControlServicer):
     def Stop(self, request, context):
         self._receiver.stop_called(request.reason)
         return control_pb2.StopReply()
+
+    def Save(self, request, context):
+        try:
+            return self._receiver.save_called().result(min(context.time_remaining() or CALL_LIMIT_S, CALL_LIMIT_S))
+        except TimeoutError:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no state has been saved in time")
+
+    def Drain(self, request, context):
+        refusal = self._receiver.drain_called(request.slot, request.reason).result(CALL_LIMIT_S)
+        return control_pb2.DrainReply(refusal=refusal)
 
     def _serve(
         self,

@@ -48,6 +48,7 @@ class Watch:
             faults.first_step_timeout_s,
             faults.evaluate_timeout_s,
             faults.hook_timeout_s,
+            faults.save_timeout_s,
         )
         self._reports, self._tell, self._note = reports, tell, note
         self._epoch, self._epoch_step = 0, 0

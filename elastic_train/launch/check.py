@@ -15,8 +15,10 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from elastic_train.checkpoint.resume import Mode, Resume
 from elastic_train.config import ConfigError, FaultConfig
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.launch.bond import die_with_parent
@@ -24,13 +26,23 @@ from elastic_train.launch.bond import die_with_parent
 CHECK_LIMIT_S = 300.0
 """How long a recipe may take to import. Reading data belongs into its methods."""
 
+VERIFY_LIMIT_S = 1800.0
+"""How much longer the check may take where a run is gone on with: its newest checkpoint is read as a whole."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRequest:
-    """What the command line said about recipe and config."""
+    """What the command line said about recipe and config.
+
+    Attributes:
+      run_dir: a run to go on with, if it holds one; None on hosts that only join a job.
+      resume: whether to: "never", "auto" or "must".
+    """
 
     recipe: str
     workers: int
+    run_dir: str | None = None
+    resume: Mode = "never"
     config: str | None = None
     overrides: tuple[str, ...] = ()
     flags: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -46,6 +58,7 @@ class Checked:
       config_digest: its digest; equal on all workers.
       steps, log_every, tensorboard, deterministic, faults: from the config.
       shards: into how many a batch of that many workers is cut.
+      resume: where the run goes on; None if a new one begins.
     """
 
     trainer: str
@@ -57,6 +70,7 @@ class Checked:
     shards: int
     deterministic: bool
     faults: FaultConfig
+    resume: Resume | None
 
 
 class CheckFailed(ElasticTrainError):
@@ -74,6 +88,7 @@ def check(request: CheckRequest, environ: Mapping[str, str]) -> Checked:
       CheckFailed: the recipe or its config is refused.
       UsageError: the process crashed, or took longer than `CHECK_LIMIT_S`.
     """
+    limit_s = CHECK_LIMIT_S + (VERIFY_LIMIT_S if request.run_dir is not None else 0.0)
     with tempfile.TemporaryFile() as answer:
         command = [
             sys.executable,
@@ -89,12 +104,12 @@ def check(request: CheckRequest, environ: Mapping[str, str]) -> Checked:
                 env={**environ, "JAX_PLATFORMS": "cpu"},  # a check takes no accelerator from the workers
                 stdin=subprocess.DEVNULL,
                 pass_fds=[answer.fileno()],
-                timeout=CHECK_LIMIT_S,
+                timeout=limit_s,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise UsageError(
-                f"importing the recipe {request.recipe} took longer than {CHECK_LIMIT_S:.0f} s. "
+                f"importing the recipe {request.recipe} (and reading its checkpoint) took longer than {limit_s:.0f} s. "
                 "Move what is slow, such as reading data, into the trainer's methods."
             ) from error
         if ended.returncode in (UsageError.exit_code, 130):
@@ -106,7 +121,8 @@ def check(request: CheckRequest, environ: Mapping[str, str]) -> Checked:
             )
         answer.seek(0)
         found = json.load(answer)
-    return Checked(**{**found, "faults": FaultConfig(**found["faults"])})
+    resume = found["resume"]
+    return Checked(**{**found, "faults": FaultConfig(**found["faults"]), "resume": resume and Resume.from_json(resume)})
 
 
 def inspect_recipe(request: CheckRequest) -> Checked:
@@ -116,7 +132,8 @@ def inspect_recipe(request: CheckRequest) -> Checked:
       UsageError: what is wrong, and what to do.
     """
     from elastic_train import jax_private
-    from elastic_train.config_files import config_digest, resolve, to_toml
+    from elastic_train.checkpoint.planning import plan
+    from elastic_train.config_files import config_digest, resolve, to_toml, to_values
     from elastic_train.launch.recipe import config_class_of, load_recipe
     from elastic_train.telemetry.trackers import check_trackers
 
@@ -140,6 +157,12 @@ def inspect_recipe(request: CheckRequest) -> Checked:
             f"would have nothing to do. Use at most {config.shards} workers, or --set "
             f"shards={request.workers} (which rounds differently: shards are part of the numbers)."
         )
+    resume = None
+    if request.run_dir is not None:
+        from elastic_train.step.local import leaf_kinds_of
+
+        run_dir, kinds = Path(request.run_dir), partial(leaf_kinds_of, trainer, config)
+        resume = plan(run_dir, request.resume, config.checkpoint, to_values(config), kinds)
     return Checked(
         trainer=trainer.__name__,
         config_toml=toml,
@@ -150,6 +173,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         shards=config.shards if config.batch_policy == "fixed" else request.workers,
         deterministic=config.deterministic,
         faults=config.faults,
+        resume=resume,
     )
 
 

@@ -71,14 +71,22 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     devices = assign_devices(platform, slots, environ)
     run_dir = options.run_dir.resolve()
     schedule = read_schedule(options.chaos) if options.chaos is not None else None
-    checked, planned = _check_before(run_dir, options.check_request(workers), environ, schedule)
+    request = dataclasses.replace(options.check_request(workers), run_dir=str(run_dir), resume=options.resume)
+    checked, planned = _check_before(run_dir, request, environ, schedule)
+    resume = checked.resume
 
     with ExitStack() as stack:
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
-        display = Display(sys.stderr, workers, checked.steps)
+        display = Display(sys.stderr, workers, checked.steps, first_step=resume.step if resume else 0)
         trackers = open_trackers(checked.tensorboard, run_dir)
         records = stack.enter_context(
-            RunDirectory(run_dir, log_every=checked.log_every, trackers=trackers, on_note=display.note)
+            RunDirectory(
+                run_dir,
+                log_every=checked.log_every,
+                resume=resume.step if resume else None,
+                trackers=trackers,
+                on_note=display.note,
+            )
         )
         display.start()
         stack.callback(display.stop)
@@ -92,9 +100,14 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         records.write_config(checked.config_toml)
         records.write_secret(secret)
         records.event("job_started", recipe=options.recipe, trainer=checked.trainer, workers=workers)
+        if resume:
+            resume.tell(records.event, display.note)
+            records.fill_up(resume.step, resume.records)
         coordinator = Coordinator(
             _limits(workers, options.min_workers, checked.faults),
             job,
+            past=records.past,
+            has_checkpoints=resume is not None and bool(resume.path),
             apply=apply,
             faults=checked.faults,
             bind=options.bind,
@@ -236,7 +249,7 @@ def _check_before(
 ) -> tuple[Checked, Sequence[Planned]]:
     """The checks, between making sure that `run_dir` can be used and using it; all faults that will be injected."""
     existed = run_dir.exists()
-    prepare_run_directory(run_dir)
+    prepare_run_directory(run_dir, may_hold_run=request.resume != "never")
     try:
         checked = check(request, environ)
         return checked, resolve(schedule, request.workers, checked.steps) if schedule is not None else ()

@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_train.checkpoint.resume import Mode
 from elastic_train.coordinator.security import PLAIN, Tls
 from elastic_train.errors import UsageError
 from elastic_train.launch.check import CheckRequest
@@ -24,6 +25,7 @@ class JobOptions:
       chaos: a file that says which faults are injected; None for none.
       address: where this host's workers listen for those of other hosts; "" finds it out.
       tls: this host's files.
+      resume: whether a run in `run_dir` is gone on with.
     """
 
     recipe: str
@@ -39,6 +41,7 @@ class JobOptions:
     chaos: Path | None = None
     address: str = ""
     tls: Tls = PLAIN
+    resume: Mode = "auto"
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

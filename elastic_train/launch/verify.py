@@ -72,8 +72,9 @@ def verify_faults(options: JobOptions, environ: Mapping[str, str]) -> Verified:
     root = options.run_dir.resolve()
     if is_run_directory(root) or (root / "undisturbed").exists():
         raise UsageError(f"{root} holds runs already; give another --run-dir, or remove that directory")
-    # Every step is to be seen. It has no part in the numbers.
-    options = dataclasses.replace(options, workers=workers, overrides=(*options.overrides, "log_every=1"))
+    # Every step is to be seen, and each run keeps its checkpoints to itself. Neither has a part in the numbers.
+    own = ("log_every=1", "checkpoint.path=none")
+    options = dataclasses.replace(options, workers=workers, overrides=(*options.overrides, *own))
     checked = check(options.check_request(workers), environ)
     steps = options.steps
     if steps is None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from elastic_train import jax_private
+from elastic_train.checkpoint.resume import checkpoint_directory
 from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
@@ -43,6 +44,7 @@ def main() -> NoReturn:
     link.on_evict = lambda reason: _leave(EXIT_REJOIN, f"evicted: {reason}")
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
     link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
+    link.on_leave = lambda reason: settings.leave_requested.set()
     try:
         training, code = _prepare(link, settings)
     except (Exception, SystemExit, KeyboardInterrupt):  # SIGINT is ignored here: all of it is user code
@@ -91,7 +93,8 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
     connected = time.monotonic()
     if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
         member.share_compiled_programs(job.run_dir / "compiled", settings.identity, wait=job.deterministic)
-    made = trainer(resolve(config_class_of(trainer), job.config_file))
+    config = resolve(config_class_of(trainer), job.config_file)
+    made = trainer(config)
     if job.chaos:
         from elastic_train.chaos.inject import install
 
@@ -104,6 +107,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         job.min_workers,
         ports,
         settings.leave_requested,
+        checkpoint_directory(job.run_dir, config.checkpoint),
         BlockTrace(job.run_dir, settings.identity, job.secret) if settings.trace_blocks else None,
     )
     if job.platform == "cuda":

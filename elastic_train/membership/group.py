@@ -104,6 +104,7 @@ class Vote:
     finite: bool = True
     stop: bool = False
     leave: bool = False
+    save: bool = False
     spent: bool = False
     checked: bool = False
     nonfinite: int = 0
@@ -115,7 +116,7 @@ class Vote:
     def pack(self) -> list[int]:
         """The vector as signed 32-bit integers."""
         flags = self.ok | self.finite << 1 | self.stop << 2 | self.leave << 3 | self.spent << 4 | self.checked << 5
-        flags |= self.nonfinite << 8
+        flags |= self.save << 6 | self.nonfinite << 8
         joiners = self.joiners[:MAX_JOINERS_PER_STEP]
         head = [
             signed(self.step),
@@ -141,6 +142,7 @@ class Vote:
             finite=bool(flags & 2),
             stop=bool(flags & 4),
             leave=bool(flags & 8),
+            save=bool(flags & 64),
             spent=bool(flags & 16),
             checked=bool(flags & 32),
             nonfinite=flags >> 8,
@@ -221,11 +223,13 @@ class Commit:
     """The step counts. `view` is the next view; it is the old one, epoch included, unless it changed.
 
     Attributes:
+      save: somebody asked for the state after it to be saved.
       skipped: why the step changes nothing but the position in the data; None for a step that trains.
     """
 
     view: View
     stop: bool = False
+    save: bool = False
     leaving: tuple[Identity, ...] = ()
     joining: tuple[Identity, ...] = field(default=())
     skipped: NonFinite | None = None
@@ -304,10 +308,11 @@ def requests(view: View, votes: Sequence[Vote]) -> Commit:
     """What the votes of a committed block ask for. The first member speaks for the joiners."""
     leaving = tuple(m for m, vote in zip(view.members, votes, strict=True) if vote.leave)
     stop = any(vote.stop for vote in votes) or len(leaving) == len(view.members)
+    save = any(vote.save for vote in votes)
     if stop:
-        return Commit(view, stop=True)
+        return Commit(view, stop=True, save=save)
     after = view.next((m.node for m in leaving), votes[0].joiners)
     joining = tuple(member for member in after.members if member not in view.members)
     if not leaving and not joining:
-        return Commit(view)
-    return Commit(after, leaving=leaving, joining=joining)
+        return Commit(view, save=save)
+    return Commit(after, save=save, leaving=leaving, joining=joining)

@@ -8,6 +8,8 @@ hosts, `roster_deaths` what follows a death.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from elastic_train.membership import roster_agents as agents
 from elastic_train.membership.group import View
 from elastic_train.membership.roster_deaths import exited, failed, with_first_traceback
@@ -17,7 +19,9 @@ from elastic_train.membership.roster_events import (
     AgentJoined,
     AgentLeaving,
     AgentLost,
+    AskLeave,
     AskStop,
+    DrainAsked,
     Event,
     Evict,
     Exited,
@@ -53,7 +57,19 @@ from elastic_train.membership.roster_state import (
     title,
 )
 
-__all__ = ["Floor", "Limits", "Roster", "Slot", "Worker", "WorkerState", "apply"]
+__all__ = ["Floor", "Limits", "Roster", "Slot", "Worker", "WorkerState", "apply", "beginning", "refuse_drain"]
+
+
+def beginning(limits: Limits, epoch: int, starts: Mapping[int, int]) -> Roster:
+    """The roster of a job that goes on: epochs and incarnations are counted on, node ids begin anew.
+
+    Args:
+      limits: sizes and budgets.
+      epoch: the newest one.
+      starts: how often the worker of each slot was started.
+    """
+    slots = {slot: Slot(starts=number) for slot, number in starts.items() if slot < limits.num_slots}
+    return Roster(limits, view=View(epoch, ()), slots=slots)
 
 
 def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
@@ -72,6 +88,8 @@ def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
             _timer_over(turn, event)
         case StopAsked():
             _stop_asked(turn, event)
+        case DrainAsked():
+            _drain_asked(turn, event)
         case _ if not roster.is_living(event.identity):
             _strayed(turn, event)
         case _:
@@ -356,6 +374,33 @@ def _stop_asked(turn: Turn, event: StopAsked) -> None:
         turn.announce()
 
 
+def refuse_drain(roster: Roster, slot: int) -> str:
+    """Why a slot cannot be drained; empty if it can."""
+    limits = roster.limits
+    if not 0 <= slot < limits.num_slots:
+        return f"there is no slot {slot}: the job has slots 0 to {limits.num_slots - 1}"
+    if slot not in roster.coming:
+        return f"slot {slot} is not filled any more: it was drained or given up"
+    if len(roster.coming) - 1 < limits.min_workers:
+        left = len(roster.coming) - 1
+        floor = f"min_workers is {limits.min_workers}"
+        return f"without slot {slot} {left} workers would be left, and {floor}; stop the job instead"
+    return ""
+
+
+def _drain_asked(turn: Turn, event: DrainAsked) -> None:
+    slot = event.slot
+    turn.set_slot(slot, drained=True)
+    turn.note("drain_asked", f"slot {slot} leaves for good ({event.reason})", slot=slot, reason=event.reason)
+    worker = turn.roster.workers.get(slot)
+    if worker is None or not worker.living:
+        return
+    if worker.member:
+        turn.emit(AskLeave(worker.identity))
+    else:
+        _kill(turn, worker, f"slot {slot} was drained")
+
+
 def _finished(turn: Turn, worker: Worker, event: Finished) -> None:
     turn.set_worker(worker, finished=event.status)
     turn.note("worker_finished", status=event.status, **worker.identity._asdict())
@@ -383,4 +428,5 @@ def _end_if_over(turn: Turn) -> None:
         stopped = roster.finishing == "stopped"
         turn.end(130 if stopped else 0, roster.finishing, "stopped after a commit" if stopped else "done")
     elif roster.stopping and not roster.members:
-        turn.end(130, "stopped", "all members died before they could agree on a stop; their state is lost")
+        message = "all members died before they could agree on a stop; the newest checkpoint is what is left"
+        turn.end(130, "stopped", message)

@@ -52,7 +52,7 @@ def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: st
         reached = max(worker.step for worker in turn.roster.workers.values())
         turn.set(lost_step=max(turn.roster.lost_step, reached))
     if had_members and not members and not turn.roster.closing:
-        show = "all members died: the state in memory is lost, and the run goes on from the start"
+        show = "all members died: the state in memory is lost, and the run goes on from the newest checkpoint"
         turn.note("group_lost", show, epoch=turn.roster.view.epoch)
 
 
@@ -64,7 +64,7 @@ def announce_who_is_left(turn: Turn, dead: tuple[Worker, ...]) -> None:
 
 def _restart_later(turn: Turn, number: int) -> None:
     roster, limits = turn.roster, turn.roster.limits
-    if roster.closing:
+    if roster.closing or roster.slots[number].drained:
         return
     failures = turn.set_slot(number, failures=roster.slots[number].failures + 1).failures
     if failures > limits.max_restarts:
@@ -90,7 +90,8 @@ def _give_up(turn: Turn, number: int) -> None:
     left = turn.roster.coming
     if len(left) >= limits.min_workers:
         return
-    codes = {n: turn.roster.slots[n].exit_code for n in range(limits.num_slots) if n not in left}
+    gone = (n for n in range(limits.num_slots) if n not in left and n in turn.roster.slots)
+    codes = {n: turn.roster.slots[n].exit_code for n in gone}
     message = (
         f"gave up: {len(left)} of {limits.num_slots} slots are left and min_workers is {limits.min_workers}. "
         + "; ".join(f"slot {n}: last exit code {code}" for n, code in codes.items())

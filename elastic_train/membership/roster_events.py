@@ -130,9 +130,17 @@ class StopAsked:
     reason: str
 
 
+@dataclass(frozen=True)
+class DrainAsked:
+    """The worker of this slot shall leave, and nobody take its place."""
+
+    slot: int
+    reason: str
+
+
 WorkerEvent = Started | Hello | Ready | Viewed | Stepped | Failed | Finished | Silent | Unfit | Exited
 
-Event = AgentJoined | AgentLost | AgentLeaving | TimerOver | StopAsked | WorkerEvent
+Event = AgentJoined | AgentLost | AgentLeaving | TimerOver | StopAsked | DrainAsked | WorkerEvent
 
 # Actions --------------------------------------------------------------------------------------------------
 
@@ -222,6 +230,13 @@ class AskStop:
 
 
 @dataclass(frozen=True)
+class AskLeave:
+    """Tell this member to leave the group after a commit."""
+
+    identity: Identity
+
+
+@dataclass(frozen=True)
 class SetTimer:
     """Send `TimerOver(name)` after `delay_s`; 0 is at once. Setting a name again replaces the timer."""
 
@@ -249,5 +264,18 @@ class Note:
 
 
 Action = (
-    Start | Kill | Refuse | Tombstone | Abort | Announce | Form | Evict | RefuseWorker | AskStop | SetTimer | End | Note
+    Start
+    | Kill
+    | Refuse
+    | Tombstone
+    | Abort
+    | Announce
+    | Form
+    | Evict
+    | RefuseWorker
+    | AskStop
+    | AskLeave
+    | SetTimer
+    | End
+    | Note
 )

@@ -60,6 +60,7 @@ class Slot:
     starts: int = 0
     failures: int = 0  # in a row; see Limits.forgive_after_steps
     given_up: bool = False
+    drained: bool = False  # it was asked to leave for good
     startup_failed: bool = False  # user code raised before the worker was ready, at least once
     exit_code: int | None = None  # of the last exit
     traceback: str = ""  # the first one
@@ -122,8 +123,9 @@ class Roster:
 
     @property
     def coming(self) -> tuple[int, ...]:
-        """Slots that are filled or can still be: all that were not given up."""
-        return tuple(n for n in range(self.limits.num_slots) if not self.slots.get(n, Slot()).given_up)
+        """Slots that are filled or can still be: all that were neither given up nor drained."""
+        slots = {n: self.slots.get(n, Slot()) for n in range(self.limits.num_slots)}
+        return tuple(n for n, slot in slots.items() if not slot.given_up and not slot.drained)
 
     @property
     def closing(self) -> bool:

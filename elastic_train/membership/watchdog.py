@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from elastic_train.membership.group import Identity
 
-WAITING = ("reconcile", "heal", "pause", "gather", "exchange", "doubt", "barrier")
+WAITING = ("reconcile", "heal", "pause", "gather", "exchange", "doubt", "barrier", "await_save")
 """Phases in which a member waits for all the others, in the order in which a step or an epoch goes through them."""
 
 STEP = ("data", "compute", "update")
@@ -24,6 +24,9 @@ FIRST_STEP = ("prepare", "ready", "compile")
 
 EVALUATION = ("evaluate",)
 """Told anew with every batch."""
+
+SAVING = ("save", "load")
+"""Waiting for a checkpoint to be written; reading one."""
 
 AT_LENGTH = ("hook", "leaves", "end")
 """Hooks of the trainer, and what is written at the end; what is named nowhere here may take as long."""
@@ -46,6 +49,7 @@ class Deadlines:
       first_step_s: a phase of an epoch's beginning and of its first step.
       evaluate_s: a batch of an evaluation.
       hook_s: a hook, or what is written at the end.
+      save_s: writing or reading a checkpoint.
     """
 
     step_s: float
@@ -53,6 +57,7 @@ class Deadlines:
     first_step_s: float
     evaluate_s: float
     hook_s: float
+    save_s: float
 
     def of_step(self, is_first: bool, step_time_s: float) -> Limit:
         """For a phase of a step, or for a wait of all. `step_time_s`: the median of late, 0 if unknown."""
@@ -72,6 +77,8 @@ class Deadlines:
             own = Limit(self.first_step_s, "first_step_timeout_s")
         elif sign.phase in EVALUATION:
             own = Limit(self.evaluate_s, "evaluate_timeout_s")
+        elif sign.phase in SAVING:
+            own = Limit(self.save_s, "save_timeout_s")
         else:
             own = Limit(self.hook_s, "hook_timeout_s")
         return max(own, of_step, key=lambda limit: limit.limit_s)

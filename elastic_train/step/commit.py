@@ -61,6 +61,7 @@ class Stepper:
       batches: how a step's batch is cut.
       phase: told what is being done, for the display and for whoever looks for a stuck worker.
       worked: told how many seconds this member's part of a step took, and how many shards that was.
+      before_update: called when the state is about to be donated.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class Stepper:
         batches: Batches,
         phase: Callable[[str], None],
         worked: Callable[[float, int], None],
+        before_update: Callable[[], None],
     ) -> None:
         self._group, self._local, self._data = group, local, data
         self._batches, self._phase, self._worked = batches, phase, worked
+        self._before_update = before_update
 
     def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
         """Tries the step that follows `state`, once. In this order:
@@ -102,6 +105,7 @@ class Stepper:
         values: dict[str, jax.Array] = {}
         if isinstance(verdict, Commit):
             self._phase("update")
+            self._before_update()
             size = self._batches.size(self._group.plan.num_members)
             if verdict.skipped is None:
                 state, values = self._local.update(state, total, size)

@@ -14,11 +14,13 @@ import numpy as np
 import optax
 from flax import nnx
 
+from elastic_train.checkpoint.snapshot import leaf_kinds
 from elastic_train.membership.group import MARKS_START, MARKS_STOP
 from elastic_train.state import Device, PyTree, TrainState, fingerprint, leaf_fingerprints
 from elastic_train.step.flat import Checks, Flats, Flattener, is_finite
 
 if TYPE_CHECKING:
+    from elastic_train.config import Config
     from elastic_train.trainer import Trainer
 
 
@@ -125,6 +127,14 @@ class LocalProgram:
         where = jax.sharding.SingleDeviceSharding(self._device)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
         return jax.jit(function, donate_argnums=donate, out_shardings=where).lower(*shapes).compile()
+
+    def give_initial(self) -> TrainState:
+        """The state that the seed gives, once. Shapes are what is left here: a worker that begins with another state
+        would else hold two of them for ever."""
+        given = self.initial
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given.arrays)
+        self.initial = TrainState(given.step, given.samples, **shapes)
+        return given
 
     # Called by the step, in this order.
 
@@ -284,6 +294,22 @@ def _means(means: Means) -> dict[str, jax.Array]:
 def _fingerprint_marks(arrays: PyTree) -> Marks:
     words = jax.lax.bitcast_convert_type(fingerprint(arrays), jnp.int32)
     return jnp.concatenate([words, jnp.zeros((MARKS_STOP - MARKS_START - 2,), jnp.int32)])[None]
+
+
+def leaf_kinds_of(trainer_class: type[Trainer], config: Config) -> dict[str, str] | None:
+    """The state's leaves, `checkpoint.snapshot.leaf_kinds` of them, without computing them; None if the model cannot
+    be built abstractly."""
+
+    def build() -> dict[str, PyTree]:
+        trainer = trainer_class(config)
+        _, params, _, rest = _parts(trainer.model(nnx.Rngs(trainer.config.seed)))
+        params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+        return {"params": params, "model_state": rest, "opt_state": trainer.optimizer().init(params)}
+
+    try:
+        return leaf_kinds(jax.eval_shape(build))
+    except Exception:  # the user's code may want real arrays; then the workers compare
+        return None
 
 
 def _parts(model: nnx.Module) -> tuple[Any, Any, Any, Any]:

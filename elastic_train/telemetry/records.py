@@ -26,6 +26,7 @@ A line of metrics.jsonl has these fields, less those of the ledger; what `evalua
 from __future__ import annotations
 
 import fcntl
+import json
 import math
 import os
 import statistics
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
+from elastic_train.telemetry.continuing import Past, cut_back
 from elastic_train.telemetry.faults import find_faults, find_rejoins, time_lost
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
 from elastic_train.telemetry.summary import summarize
@@ -91,14 +93,24 @@ def is_written(path: Path) -> bool:
     return False
 
 
-def prepare_run_directory(path: Path) -> None:
-    """Creates `path` and checks that a new run can be written there. Leaves no trace but the directory.
+def prepare_run_directory(path: Path, *, may_hold_run: bool = False) -> None:
+    """Creates `path` and checks that a run can be written there. Leaves no trace but the directory.
+
+    Args:
+      path: the directory.
+      may_hold_run: a run that it holds is gone on with.
 
     Raises:
-      UsageError: it holds a run, is a file, or cannot be written.
+      UsageError: it holds a run and may not, another process is writing it, it is a file, or cannot be written.
     """
     if is_run_directory(path):
-        raise UsageError(f"{path} holds a run already; give another --run-dir, or remove that directory")
+        if not may_hold_run:
+            raise UsageError(
+                f"{path} holds a run already, and --resume never was given; give another --run-dir, or let it go on "
+                "with --resume auto"
+            )
+        if is_written(path):
+            raise UsageError(f"another job is writing to {path}; give another --run-dir, or stop that job")
     probe = path / f".probe-{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -115,10 +127,15 @@ class RunDirectory:
       path: the directory; see `prepare_run_directory` for what it may hold.
       log_every: steps between two lines of metrics.jsonl. Logged besides: the first and the last step, every step
         with an evaluation, and every step that was tried again after user code raised.
-      first_step: the step that training starts from; a resumed run passes its checkpoint's.
+      resume: training goes on from this step, a checkpoint's (0 for the start): the directory may hold a run, and
+        keeps what that has written up to this step; then `fill_up` must be called. None for a new run.
       clock: gives the Unix time of events.
       trackers: get every line of metrics.jsonl, too; closed with this.
       on_note: told in words what a person should know at once: who is a member again, and which steps are taken again.
+
+    Attributes:
+      path: as above.
+      past: what the run's earlier parts say; empty for a new run.
 
     Raises:
       UsageError: as `prepare_run_directory`, or another process is writing here.
@@ -129,12 +146,12 @@ class RunDirectory:
         path: Path,
         *,
         log_every: int = 1,
-        first_step: int = 0,
+        resume: int | None = None,
         clock: Callable[[], float] = time.time,
         trackers: Sequence[Tracker] = (),
         on_note: Callable[[str], None] | None = None,
     ) -> None:
-        prepare_run_directory(path)
+        prepare_run_directory(path, may_hold_run=resume is not None)
         self._trackers = trackers
         self.path = path
         self._log_every = log_every
@@ -144,29 +161,30 @@ class RunDirectory:
         try:
             (path / "logs").mkdir(exist_ok=True)
             with ExitStack() as opened:
-                names = ("events", "metrics", "ledger")
-                self._events, self._metrics, self._ledger = (
-                    opened.enter_context((path / f"{name}.jsonl").open("a", encoding="utf-8")) for name in names
-                )
+                open_lines = lambda name: (path / f"{name}.jsonl").open("a", encoding="utf-8")  # noqa: E731
+                self._events = opened.enter_context(open_lines("events"))
                 fcntl.flock(self._events, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                past = Past() if resume is None else cut_back(path, resume)
+                self._metrics, self._ledger = (opened.enter_context(open_lines(name)) for name in ("metrics", "ledger"))
                 self._files = opened.pop_all()
         except BlockingIOError as error:
             message = f"another job is writing to {path}; give another --run-dir, or stop that job"
             raise UsageError(message) from error
         except OSError as error:
             raise _unusable(path, error) from error
-        self._step = first_step
+        self.past = past
+        self._step = past.step
         # Where training is; less than `_step` while steps that were lost are taken again.
-        self._position, self._epoch = first_step, 0
+        self._position, self._epoch = self._step, past.epoch
         self._newest: Mapping[str, Any] = {}
         self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
-        self._flushed_step = first_step
+        self._flushed_step = self._step
         self._held: dict[int, Mapping[str, Any]] = {}
         self._unlogged: Mapping[str, Any] | None = None
-        self._has_logged = False
+        self._has_logged = past.has_metrics
         self._recovered: set[int] = set()
         self._retried: set[int] = set()
-        self._event_time = -math.inf
+        self._event_time = past.time or -math.inf
         self._costly_events: list[dict[str, Any]] = []
         self._time_lost_s = 0.0
         self._dirty = threading.Event()
@@ -174,6 +192,30 @@ class RunDirectory:
         self._failure: OSError | None = None
         self._flusher = threading.Thread(target=self._flush_regularly, name="run-directory", daemon=True)
         self._flusher.start()
+
+    def fill_up(self, step: int, records: Sequence[str]) -> None:
+        """Writes what a resumed run's checkpoint knows of steps that were not written any more, and notes which steps
+        are lost, and will be taken again.
+
+        Args:
+          step: the checkpoint's.
+          records: JSON of records of steps up to that one, oldest first.
+        """
+        known = [json.loads(record) for record in records]
+        if not self.past.last_step and not any(record["step"] == 1 for record in known):
+            self._step = self._position = step  # only the checkpoint is left of the run: its files begin with it
+        for record in known:
+            if self._step < record["step"] <= step:
+                self.commit({key: value for key, value in record.items() if key != "recovered"})
+        if self._held:
+            self.skip_gap()
+        if self._step < step:
+            self.event("ledger_gap", first_step=self._step + 1, last_step=step)
+            self._step = self._position = step
+        if self.past.last_step > step:
+            lost = {"first_step": step + 1, "last_step": self.past.last_step}
+            self.event("steps_repeated", **lost, epoch=self.past.epoch + 1)
+        self.flush()
 
     def write_job(self, job: Mapping[str, Any]) -> None:
         """Writes job.json: from now on this is a run directory. `job` holds at least `address` (of the

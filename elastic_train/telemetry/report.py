@@ -45,6 +45,8 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
     if summary["goodput"] is not None:
         total += f"; {summary['goodput']:.1%} of the time between first and last step was not lost"
     lines.append(_line("time", total))
+    if resumes := summary.get("resumes"):
+        lines.append(_line("resumed", "once" if resumes == 1 else f"{resumes} times"))
     lines += _faults(summary["faults"])
     lines += _rejoins(summary["rejoins"])
     lines.append(_line("lost", _lost(summary)))

@@ -97,6 +97,8 @@ def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, An
     epoch = 0
     for event in events:
         name = event["event"]
+        if name == "job_started":  # the job goes on with new workers
+            workers, has_joined = {}, set()
         if name == "view_changed" and event["epoch"] > epoch:
             epoch = event["epoch"]
             for slot in set(event["members"]) & set(workers):

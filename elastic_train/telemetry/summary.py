@@ -4,9 +4,36 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_train.telemetry.faults import Event, Fault, Rejoin, find_faults, find_rejoins, time_lost
+
+
+class Part(NamedTuple):
+    """What lies between one start of the job and the next: a run that was resumed has several."""
+
+    began: float  # Unix time
+    events: Sequence[Event]
+    commits: Sequence[Event]
+
+
+def parts_of(events: Sequence[Event], commits: Sequence[Event]) -> list[Part]:
+    """The parts of a run. Workers that ended with one part are no faults of the next one."""
+    starts = [index for index, event in enumerate(events) if event["event"] == "job_started"]
+    edges = [0, *starts[1:], len(events)]
+    if len(edges) == 2:
+        began = events[0]["time"] if events else 0.0
+        return [Part(began, events, commits)]
+    times = [events[start]["time"] for start in starts]
+    until = [*times[1:], float("inf")]
+    return [
+        Part(
+            began,
+            events[edges[number] : edges[number + 1]],
+            [commit for commit in commits if (number == 0 or commit["time"] >= began) and commit["time"] < end],
+        )
+        for number, (began, end) in enumerate(zip(times, until, strict=True))
+    ]
 
 
 def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[str, Any]) -> dict[str, Any]:
@@ -15,13 +42,15 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
     Two figures need a definition:
 
     - `goodput`: the share of the time from the first to the last committed step that brought training forward.
-      Denominator: the time from the first commit to the last, plus one median step for the first one.
+      Denominator: the time from the first commit to the last, plus one median step for the first one; of a run that was
+      resumed the sum over its parts, so that the time between them is not in it.
       Numerator: that, less the part of `time_lost_s` in it, less a median step for each of `steps_lost`. None
       before the first commit. Start-up and the end are in neither; evaluations and slow steps are in both.
     - `time_lost_s`: the time from each death or raise to the next committed step, and the stalls at rejoins; what
       overlaps counts once. For a worker that fell silent it begins a median step after the last commit before.
 
-    `final_loss` is the training loss of the last step, whether it was logged or not. `message` is one sentence;
+    `wall_s` is the time in which the job ran, that between its parts left out. `final_loss` is the training loss
+    of the last step, whether it was logged or not. `message` is one sentence;
     `traceback` is the first one of the user's code, if the job failed.
 
     Args:
@@ -30,14 +59,15 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
       end: `status`, `exit_code`, `time`, and where there is a final state also `step`, `samples`,
         `params_sha256`, `state_sha256`, `versions`, `metrics` (final), `message` and `traceback`.
     """
-    first, last = (commits[0], commits[-1]) if commits else (None, None)
+    last = commits[-1] if commits else None
+    parts = parts_of(events, commits)
     step_times = [commit["step_time_s"] for commit in commits if commit.get("step_time_s") is not None]
     step_time_s = statistics.median(step_times) if step_times else None
-    faults, rejoins = find_faults(events, commits, step_time_s), find_rejoins(events, step_time_s)
+    faults = [fault for part in parts for fault in find_faults(part.events, part.commits, step_time_s)]
+    rejoins = [rejoin for part in parts for rejoin in find_rejoins(part.events, step_time_s)]
     steps_lost = _steps_lost(events)
     # Without a final state, what the lines say.
     metrics = end.get("metrics") or _last_evaluation(commits)
-    began = next((e["time"] for e in events if e["event"] == "job_started"), end["time"])
     return {
         "status": end["status"],
         "exit_code": end["exit_code"],
@@ -50,8 +80,9 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
         "final_loss": metrics.get("loss", last["loss"] if last else None),
         "metrics": metrics,
         "step_time_s": step_time_s,
-        "goodput": _goodput(first, last, step_time_s, faults, rejoins, steps_lost),
-        "wall_s": max(0.0, end["time"] - began),
+        "goodput": _goodput(parts, step_time_s, faults, rejoins, steps_lost),
+        "wall_s": _wall_s(parts, end["time"]),
+        "resumes": len(parts) - 1,
         "time_lost_s": time_lost(faults, rejoins),
         "steps_lost": steps_lost,
         "faults": [fault.as_json() for fault in faults],
@@ -60,18 +91,26 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
     }
 
 
+def _wall_s(parts: Sequence[Part], ended: float) -> float:
+    """A part that was broken off ends with its last line."""
+    ends = [max(event["time"] for event in (*part.events, *part.commits)) for part in parts[:-1]]
+    if not any(event["event"] == "job_started" for event in parts[-1].events):
+        return 0.0
+    return sum(max(0.0, end - part.began) for part, end in zip(parts, [*ends, ended], strict=True))
+
+
 def _goodput(
-    first: Event | None,
-    last: Event | None,
+    parts: Sequence[Part],
     step_time_s: float | None,
     faults: Sequence[Fault],
     rejoins: Sequence[Rejoin],
     steps_lost: int,
 ) -> float | None:
-    if first is None or last is None or not step_time_s:
+    spans = [(part.commits[0]["time"], part.commits[-1]["time"]) for part in parts if part.commits]
+    if not spans or not step_time_s:
         return None
-    total_s = max(0.0, last["time"] - first["time"]) + step_time_s
-    lost_s = time_lost(faults, rejoins, first["time"], last["time"]) + steps_lost * step_time_s
+    total_s = sum(max(0.0, last - first) + step_time_s for first, last in spans)
+    lost_s = sum(time_lost(faults, rejoins, first, last) for first, last in spans) + steps_lost * step_time_s
     return max(0.0, 1 - lost_s / total_s)
 
 

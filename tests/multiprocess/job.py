@@ -30,7 +30,8 @@ DEADLINE_S = 120.0
 
 def plain_run(run_dir: Path, steps: int, *options: str, recipe: Path = FAULTY, exit_code: int = 0) -> dict[str, Any]:
     """The summary of an undisturbed run of so many steps in one plain process."""
-    command = [sys.executable, str(recipe), "--steps", str(steps), "--run-dir", str(run_dir), *options]
+    command = [sys.executable, str(recipe), "--steps", str(steps), "--run-dir", str(run_dir)]
+    command += ["--set", "checkpoint.keep=0", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment.pop("FAULTS", None)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -42,7 +43,7 @@ class Job:
     """Starts `elastic-train run` in the background.
 
     Args:
-      run_dir: must not exist.
+      run_dir: of a new run, or of one that goes on.
       recipe, options: the command line.
       faults: what workers of `recipes/faulty.py` do to themselves.
       pace_s: how long its steps take at least.
@@ -63,7 +64,7 @@ class Job:
         command: str = "run",
         prefix: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "elastic_train.cli"),
+        program: Sequence[str] = ("-m", "elastic_train"),
     ) -> None:
         self.run_dir = run_dir
         self._seen: dict[int, psutil.Process] = {}

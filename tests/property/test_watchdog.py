@@ -18,7 +18,7 @@ property_test = settings(derandomize=True, deadline=None, max_examples=200)
 TICK_S = 0.5
 LIMIT_S = 10.0
 HOOK_S = 20.0
-DEADLINES = Deadlines(LIMIT_S, 10.0, 30.0, 25.0, HOOK_S)
+DEADLINES = Deadlines(LIMIT_S, 10.0, 30.0, 25.0, HOOK_S, 50.0)
 DEATH_S = 2.0
 """From a kill until the others know of the death."""
 

@@ -107,11 +107,13 @@ def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPa
         "shards": 8,
         "deterministic": False,
         "faults": {"max_restarts": 4},
+        "resume": {"step": 3, "records": ["{}"]},
     }
     more = "{**found, 'config_toml': '#' * (1 << 18)}"
     fake_process(monkeypatch, f"import json; found = {found}; json.dump({more}, open(answer, 'w'))")
     checked = check(CheckRequest(recipe=recipe, workers=1), os.environ)
     assert len(checked.config_toml) == 1 << 18 and checked.faults.max_restarts == 4
+    assert checked.resume is not None and (checked.resume.step, checked.resume.records) == (3, ("{}",))
 
 
 def test_exit_of_the_process(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from elastic_train.launch import host, job
 from elastic_train.launch.check import CheckFailed
 from elastic_train.launch.host import without_secret
 from elastic_train.launch.options import JobOptions, address_towards
+from elastic_train.telemetry.records import RunDirectory
 
 RECIPE = "recipes/linear.py"
 
@@ -97,7 +100,26 @@ def test_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]
 
 def test_run_directory_that_holds_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
-    assert "holds a run" in refused(capsys, "run", RECIPE, "--run-dir", str(tmp_path))
+    options = ("--run-dir", str(tmp_path), "--resume", "never")
+    assert "holds a run already, and --resume never was given" in refused(capsys, "run", RECIPE, *options)
+
+
+def test_run_directory_that_another_job_is_writing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as records:
+        records.write_job({"address": None})
+        assert "another job is writing" in refused(capsys, "run", RECIPE, "--run-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("order", [["stop"], ["save"], ["drain", "--worker", "0"]])
+def test_orders_to_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path, order: list[str]) -> None:
+    assert "no run directory" in refused(capsys, *order, str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    (tmp_path / "job.json").write_text(json.dumps({"address": address}))
+    (tmp_path / "secret").write_text("x")
+    assert "no job runs in" in refused(capsys, *order, str(tmp_path))
+    (tmp_path / "job.json").write_text(json.dumps({"address": None}))
+    assert "one plain process" in refused(capsys, *order, str(tmp_path))
 
 
 def test_more_workers_than_gpus(
@@ -230,3 +252,25 @@ def test_the_own_address_is_the_one_on_the_way_to_the_coordinator() -> None:
 
 def test_user_code_is_not_handed_the_secret() -> None:
     assert without_secret({"ELASTIC_TRAIN_SECRET": "x", "HOME": "/"}) == {"HOME": "/"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_row_19_a_signal_before_the_job_has_begun_ends_the_command_with_130(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    recipe = tmp_path / "slow.py"
+    recipe.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "elastic_train", "run", str(recipe), "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(30) == 130
+    checking = int((tmp_path / "pid").read_text())
+    while psutil.pid_exists(checking):
+        assert time.monotonic() < end
+        time.sleep(0.01)

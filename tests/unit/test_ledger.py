@@ -116,7 +116,8 @@ def test_a_line_that_is_no_json(capsys: pytest.CaptureFixture[str], run_dir: Pat
 def test_a_job_from_a_checkpoint_begins_where_its_first_epoch_does(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with RunDirectory(tmp_path, first_step=7) as run:
+    with RunDirectory(tmp_path, resume=7) as run:
+        run.fill_up(7, ())
         run.write_config("seed = 4\n")
         commit_steps(run, range(8, 12))
     code, printed = verify_command(capsys, tmp_path)

@@ -108,7 +108,8 @@ def test_a_batch_that_crosses_passes_says_so(tmp_path):
 
 
 def test_log_every_thins_metrics_but_not_the_ledger(tmp_path):
-    with RunDirectory(tmp_path, log_every=5, first_step=2) as run:
+    with RunDirectory(tmp_path, log_every=5, resume=2) as run:
+        run.fill_up(2, ())
         for step in range(3, 15):
             run.commit(record(step, **({"evaluation": {"loss": 1.0}} if step == 7 else {})))
             if step == 11:
@@ -257,7 +258,7 @@ def test_closing_twice_is_fine_and_ends_the_thread(tmp_path):
 @pytest.mark.parametrize("name", ["job.json", "ledger.jsonl"])
 def test_a_directory_with_a_run_is_refused(tmp_path, name):
     (tmp_path / name).write_text("{}\n")
-    with pytest.raises(UsageError, match=r"holds a run already; give another --run-dir"):
+    with pytest.raises(UsageError, match=r"holds a run already, and --resume never was given; give another --run-dir"):
         RunDirectory(tmp_path)
 
 

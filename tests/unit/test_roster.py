@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from elastic_train.membership.group import Identity, View
-from elastic_train.membership.roster import Limits, Roster, WorkerState, apply
+from elastic_train.membership.roster import Limits, Roster, WorkerState, apply, beginning, refuse_drain
 from elastic_train.membership.roster_events import (
     Abort,
     Action,
@@ -16,7 +16,9 @@ from elastic_train.membership.roster_events import (
     AgentLeaving,
     AgentLost,
     Announce,
+    AskLeave,
     AskStop,
+    DrainAsked,
     End,
     Event,
     Evict,
@@ -598,7 +600,7 @@ def test_all_members_dead_while_stopping_ends_the_job() -> None:
     _, actions = play(roster, Exited(C, -9, ""))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (130, "stopped")
-    assert "state is lost" in end.message
+    assert "newest checkpoint" in end.message
 
 
 # Who runs something else ----------------------------------------------------------------------------------
@@ -661,3 +663,43 @@ def test_one_worker_of_each_slot_that_left_for_the_same_step_ends_the_job() -> N
     _, actions = play(roster, left(C, 4))
     (end,) = those(actions, End)
     assert end.exit_code == 3 and "on every worker at step 5" in end.message and "sample 7" in end.message
+
+
+# Draining, and going on -----------------------------------------------------------------------------------
+
+
+def test_a_drained_member_leaves_after_a_commit_and_is_not_started_again() -> None:
+    roster, actions = play(training(), DrainAsked(1, "for repair"))
+    assert quiet(actions) == [AskLeave(B)]
+    assert notes(actions)["drain_asked"].fields["slot"] == 1
+    roster, actions = play(roster, Viewed(A, View(2, (A, C)), 7), Exited(B, 0, ""))
+    assert "restart_scheduled" not in notes(actions)
+    assert not those(actions, SetTimer, End)
+    assert roster.coming == (0, 2)
+
+
+def test_a_drained_worker_that_is_no_member_is_killed() -> None:
+    roster, actions = play(started(), DrainAsked(1, "for repair"))
+    assert those(actions, Kill)[0].identity == B
+    roster, _ = play(roster, Exited(B, -9, ""))
+    roster, actions = play(roster, Ready(A), Ready(C))
+    assert those(actions, Form)[0].view.members == (A, C)  # nobody waits for the drained slot
+
+
+def test_a_drain_below_the_floor_is_refused() -> None:
+    roster = training(replace(LIMITS, min_workers=2))
+    assert refuse_drain(roster, 0) == ""
+    roster, _ = play(roster, DrainAsked(0, ""))
+    assert "2 workers" not in refuse_drain(roster, 1) and "min_workers is 2" in refuse_drain(roster, 1)
+    assert "not filled any more" in refuse_drain(roster, 0)
+    assert "slots 0 to 2" in refuse_drain(roster, 3)
+
+
+def test_a_job_that_goes_on_counts_epochs_and_starts_on_but_not_nodes() -> None:
+    roster = beginning(LIMITS, epoch=7, starts={0: 2, 1: 1, 5: 1})
+    roster, actions = play(roster, AgentJoined("host", (0, 1, 2)))
+    workers = [start.identity for start in those(actions, Start)]
+    assert workers == [Identity(0, 2, 1), Identity(1, 1, 2), Identity(2, 0, 3)]
+    roster, actions = play(roster, *(event for w in workers for event in (Started(w, 1), Hello(w, 1, "h", "d"))))
+    roster, actions = play(roster, *map(Ready, workers))
+    assert those(actions, Form)[0].view.epoch == 8

@@ -1,0 +1,43 @@
+"""Which steps are saved, and which checkpoints stay. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic_train.config import CheckpointConfig
+
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 300.0
+"""How long nothing is saved after a save that failed: doubled with each failure in a row, up to this."""
+
+
+def is_due(config: CheckpointConfig, step: int, last_step: int, asked: bool) -> bool:
+    """Whether the state after `step` is to be saved; the same on all members.
+
+    Args:
+      config: the job's policy.
+      step: completed updates.
+      last_step: the one at which training ends.
+      asked: the members have agreed on it: a person asked, or so much time has passed.
+    """
+    if config.keep == 0:
+        return False
+    at_multiple = any(every and step % every == 0 for every in (config.every_steps, config.keep_every_steps))
+    return asked or at_multiple or step >= last_step
+
+
+def to_delete(config: CheckpointConfig, steps: Iterable[int]) -> list[int]:
+    """Which of the saved steps go: all but the newest `keep`, and the multiples of `keep_every_steps`."""
+    ordered = sorted(steps)
+    old = ordered[: max(0, len(ordered) - config.keep)]
+    every = config.keep_every_steps
+    return [step for step in old if not (every and step % every == 0)]
+
+
+def retry_delay_s(failures: int) -> float:
+    """How long to save nothing after so many failures in a row.
+
+    >>> [retry_delay_s(failures) for failures in (1, 2, 3, 100)]
+    [1.0, 2.0, 4.0, 300.0]
+    """
+    return min(FIRST_RETRY_S * 2.0 ** min(failures - 1, 32), MAX_RETRY_S)

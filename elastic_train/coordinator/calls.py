@@ -1,0 +1,75 @@
+"""Calls to the coordinator of a running job, from outside of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
+from elastic_train.errors import ElasticTrainError, UsageError
+from elastic_train.telemetry.run_files import read_config, require_run_directory
+
+CALL_LIMIT_S = 10.0
+"""The coordinator's answer to a call that only gives an order."""
+
+SAVE_LIMIT_S = 1800.0
+"""How long `save` waits: for a step, and for the save of the state after it."""
+
+Reply = TypeVar("Reply")
+
+
+def stop(run_dir: Path) -> None:
+    """Asks the job in `run_dir` to stop after a commit. A second call stops it at once. Raises as `_call`."""
+    request = control_pb2.StopRequest(reason="elastic-train stop")
+    _call(run_dir, CALL_LIMIT_S, lambda stub, about: stub.Stop(request, **about))
+
+
+def drain(run_dir: Path, slot: int) -> None:
+    """Has the worker of a slot leave for good. Raises as `_call`, and UsageError if that cannot be."""
+    request = control_pb2.DrainRequest(slot=slot, reason="elastic-train drain")
+    reply = _call(run_dir, CALL_LIMIT_S, lambda stub, about: stub.Drain(request, **about))
+    if reply.refusal:
+        raise UsageError(f"slot {slot} cannot be drained: {reply.refusal}")
+
+
+def save(run_dir: Path) -> tuple[int, str]:
+    """Has the job save its state; waits, and returns the step and the checkpoint's path.
+
+    Raises as `_call`; UsageError if the job saves nothing; ElasticTrainError if the save has failed.
+    """
+    require_run_directory(run_dir)
+    if read_config(run_dir).get("checkpoint.keep") == 0:
+        raise UsageError(f"the job in {run_dir} saves nothing: it was started with checkpoint.keep = 0")
+    request = control_pb2.SaveRequest()
+    reply = _call(run_dir, SAVE_LIMIT_S, lambda stub, about: stub.Save(request, **about))
+    if reply.error:
+        raise ElasticTrainError(f"the state was not saved: {reply.error}")
+    return reply.step, reply.path
+
+
+def _call(run_dir: Path, limit_s: float, call: Callable[..., Reply]) -> Reply:
+    """Raises UsageError if no job runs in `run_dir`, and ElasticTrainError if it does not answer in time."""
+    require_run_directory(run_dir)
+    try:
+        job = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
+        address = job.get("address")
+        secret = (run_dir / "secret").read_text(encoding="utf-8") if address else ""
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read what leads to the job in {run_dir}: {error}") from error
+    if not address:
+        raise UsageError(f"the run in {run_dir} is one plain process; send it SIGTERM to stop it")
+    with security.open_channel(address, CALL_LIMIT_S, security.Tls(**job.get("tls", {}))) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        try:
+            return call(stub, {"timeout": limit_s, "metadata": wire.secret_metadata(secret)})
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()  # type: ignore[attr-defined]
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise ElasticTrainError(f"the job in {run_dir} has not answered within {limit_s:g} s") from error
+            raise UsageError(
+                f"no job runs in {run_dir}: nobody who knows it answers at {address} ({code.name}: {details})"
+            ) from error
