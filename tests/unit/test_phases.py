@@ -14,7 +14,14 @@ from elastic_train.plain import Nobody, fit_alone
 from elastic_train.step import reduce
 from tests.unit.test_reading import Reading, ReadingConfig
 
-KNOWN = {*watchdog.WAITING, *watchdog.STEP, *watchdog.FIRST_STEP, *watchdog.EVALUATION, *watchdog.AT_LENGTH}
+KNOWN = {
+    *watchdog.WAITING,
+    *watchdog.STEP,
+    *watchdog.FIRST_STEP,
+    *watchdog.EVALUATION,
+    *watchdog.AT_LENGTH,
+    *watchdog.SAVING,
+}
 
 
 def test_every_phase_is_known_to_the_watchdog() -> None:
