@@ -399,11 +399,15 @@ def parse_slots(text: str | None) -> tuple[int, ...] | None:
     """`0-3,6` as (0, 1, 2, 3, 6). Raises UsageError."""
     if text is None:
         return None
+    from elastic_train.launch.options import MAX_WORKERS
+
     slots: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UsageError(f"--slots {text}: write slots as 0-3 or 0,2,5")
+        if int(last if dash else first) >= MAX_WORKERS:
+            raise UsageError(f"--slots {text}: a job has at most {MAX_WORKERS} workers")
         slots += range(int(first), int(last if dash else first) + 1)
     if not slots or sorted(set(slots)) != sorted(slots):
         raise UsageError(f"--slots {text}: name each slot once, at least one")

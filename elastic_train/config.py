@@ -8,6 +8,9 @@ from typing import Literal
 MIN_STEP_TIMEOUT_S = 3.0
 """Workers report twice a second, and a busy machine delays reports."""
 
+MAX_TIMEOUT_S = 1e6
+"""Eleven days. gRPC counts milliseconds in 32 bits, JAX whole seconds, and neither knows infinity."""
+
 
 class ConfigError(ValueError):
     """A setting is wrong. The message names the field, the value and the fix."""
@@ -113,6 +116,12 @@ class FaultConfig:
                     f"faults.{name}",
                     getattr(self, name),
                     "use a positive number of seconds",
+                )
+                require(
+                    getattr(self, name) <= MAX_TIMEOUT_S,
+                    f"faults.{name}",
+                    getattr(self, name),
+                    f"use at most {MAX_TIMEOUT_S:.0f} seconds",
                 )
         require(
             self.doubt_timeout_s > 2 * self.keepalive_s,

@@ -29,6 +29,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
@@ -83,7 +84,13 @@ def unknown(key: str, known: tuple[str, ...], place: str) -> ScheduleError:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a finite number; TOML has inf and nan, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number, 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +120,7 @@ class Fault:
     repeat: str = "once"
 
     def __post_init__(self) -> None:
-        if self.kind not in PLACES:
+        if not isinstance(self.kind, str) or self.kind not in PLACES:
             raise unknown(str(self.kind), tuple(PLACES), "kind")
         places = PLACES[self.kind]
         if not self.where:
@@ -122,8 +129,7 @@ class Fault:
         timed = (self.step is None) != (self.after_s is None)
         require(timed, "step", self.step, "give either step or after_s, and not both")
         if self.step is not None:
-            is_step = isinstance(self.step, int) and not isinstance(self.step, bool) and self.step >= 0
-            require(is_step, "step", self.step, "use a number of completed steps, 0 or more")
+            require(is_count(self.step), "step", self.step, "use a number of completed steps, 0 or more")
         if self.after_s is not None:
             ok = is_number(self.after_s) and self.after_s >= 0
             require(ok, "after_s", self.after_s, "use seconds since the first step, 0 or more")
@@ -135,8 +141,7 @@ class Fault:
             if self.slot not in ROLES:
                 raise unknown(self.slot, ROLES, "slot, where it is no number")
         else:
-            is_slot = isinstance(self.slot, int) and not isinstance(self.slot, bool) and self.slot >= 0
-            require(is_slot, "slot", self.slot, f"use a slot's number or one of {', '.join(ROLES)}")
+            require(is_count(self.slot), "slot", self.slot, f"use a slot's number or one of {', '.join(ROLES)}")
         if self.slot == "joiner":
             fits = self.where in ("gather", "heal")
             require(fits, "slot", self.slot, 'a joiner is one at where = "gather" or "heal" only')

@@ -31,13 +31,16 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_train.chaos.faults import Fault, ScheduleError, is_number, read_fault, require, to_toml, unknown
+from elastic_train.chaos.faults import Fault, ScheduleError, is_count, is_number, read_fault, require, to_toml, unknown
 
 When = Mapping[str, Any]
 """`step` or `after_s`."""
 
 Draw = Callable[[random.Random, Sequence[int], When], tuple[Fault, ...]]
 """(source of chance, all slots in random order, when) -> the faults of one scenario."""
+
+MAX_DRAWN = 100_000
+"""So many scenarios are enough for a week of one every six seconds."""
 
 LONG_STOP_S = 60.0
 """Longer than any deadline that finds a silent worker in a job under test; it is killed before."""
@@ -161,6 +164,7 @@ class RandomFaults:
             require(name not in wrong, name, value, f"the interval is given in {unit}, so give this in {unit}, too")
             positive = is_number(value) and (value > 0 or (value == 0 and name.startswith("quiet")))
             require(positive, name, value, "use a positive number")
+            require(name.endswith("_s") or is_count(value), name, value, "use a whole number of steps")
         if self.every_s is not None:
             require(self.until_s is not None, "until_s", None, "say for how many seconds faults go on")
         require(is_number(self.jitter) and 0 <= self.jitter < 1, "jitter", self.jitter, "use a share from 0 to below 1")
@@ -236,7 +240,7 @@ def parse_schedule(text: str) -> Schedule:
         if key not in ("seed", "patient", "fault", "random"):
             raise unknown(key, ("seed", "patient", "fault", "random"), "the file")
     seed = table.get("seed", 0)
-    require(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0, "seed", seed, "use a whole number")
+    require(is_count(seed), "seed", seed, "use a whole number")
     tables = table.get("fault", [])
     is_list = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
     require(is_list, "fault", tables, "write each fault as a table of its own, under [[fault]]")
@@ -306,6 +310,9 @@ def _drawn(drawn: RandomFaults, seed: int, workers: int, steps: int) -> Iterable
     until = drawn.until_step if in_steps else drawn.until_s
     until = steps - every if until is None else until
     moment = every if quiet is None else float(quiet)
+    fix = f"more than {MAX_DRAWN} faults would be drawn; use a longer interval, or an earlier end"
+    is_bounded = (min(until, steps) if in_steps else until) - moment <= MAX_DRAWN * every
+    require(is_bounded, "random: every_steps" if in_steps else "random: every_s", every, fix)
     planned = []
     while moment <= until and not (in_steps and round(moment) >= steps):
         when: When = {"step": round(moment)} if in_steps else {"after_s": round(moment, 3)}

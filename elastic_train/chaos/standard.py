@@ -86,6 +86,11 @@ def gap_within(steps: int) -> int:
     return max(1, math.floor((steps - FIRST_STEP - 1) / (4 + SHARE_OF_GAP)))
 
 
+def fits(workers: int, steps: int) -> bool:
+    """Whether so many steps have room for the standard schedule at all; with few, workers need not come back."""
+    return max(fault.step or 0 for fault in standard_faults(workers, gap_within(steps))) < steps
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What the two runs prove.

@@ -24,6 +24,9 @@ Line = Mapping[str, Any]
 SETTLING_STEPS = 3
 """Steps after a change of members that are not calm: caches are cold, and the first one has waited."""
 
+MIN_CALM_STEPS = 5
+"""Fewer calm steps say nothing: one that has waited for a joiner would stand for all with as many members."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -53,7 +56,8 @@ def calm_step_times(events: Sequence[Line], commits: Sequence[Line]) -> dict[int
     """Median step time in seconds by the number of members, over the calm steps of a run.
 
     A step is calm if no worker was starting while it ran, if its members are those of the `SETTLING_STEPS` steps
-    before, and if no step was tried twice. A fault-free run is calm once it has begun.
+    before, and if no step was tried twice. A fault-free run is calm once it has begun. Numbers of members with fewer
+    than `MIN_CALM_STEPS` such steps are left out.
 
     Args:
       events: lines of events.jsonl.
@@ -70,7 +74,9 @@ def calm_step_times(events: Sequence[Line], commits: Sequence[Line]) -> dict[int
         is_alone = all(ended < began or until < ended - took for began, until in starts)
         if settled >= SETTLING_STEPS and is_alone and commit["step"] not in retried and "eval_loss" not in commit:
             times.setdefault(len(commit["workers"]), []).append(took)
-    return {members: statistics.median(found) for members, found in sorted(times.items())}
+    return {
+        members: statistics.median(found) for members, found in sorted(times.items()) if len(found) >= MIN_CALM_STEPS
+    }
 
 
 def throughput_kept(commits: Sequence[Line], calm: Mapping[int, float]) -> Kept:

@@ -20,6 +20,7 @@ from elastic_train.launch.devices import assign_devices, pick_platform
 from elastic_train.launch.environment import SECRET_VARIABLE, JaxRuntime, JobSettings, worker_environment
 from elastic_train.launch.options import JobOptions, address_towards
 from elastic_train.launch.processes import KILL_LIMIT_S
+from elastic_train.launch.relay import split_address
 from elastic_train.launch.signals import POLL_S, Signals
 from elastic_train.membership.group import Identity
 
@@ -37,6 +38,10 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
     environment variable `ELASTIC_TRAIN_SECRET`, and the config from the same options as on the other hosts.
     """
     check_client(options.tls)
+    try:
+        split_address(coordinator)
+    except ValueError as error:
+        raise UsageError(f"--coordinator: {error}") from error
     if options.workers is None:
         raise UsageError("--coordinator needs --workers, the number of workers on all hosts together")
     platform = pick_platform(environ)
@@ -182,8 +187,19 @@ def without_secret(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name != SECRET_VARIABLE}
 
 
+def secret_of(environ: Mapping[str, str]) -> str | None:
+    """The secret that the user has set. Raises UsageError if no call could carry it."""
+    secret = environ.get(SECRET_VARIABLE)
+    if secret and not (secret.isascii() and secret.isprintable() and secret == secret.strip()):
+        raise UsageError(
+            f"{SECRET_VARIABLE} holds what no call can carry: use printable ASCII characters, without blanks or a "
+            "newline at either end"
+        )
+    return secret
+
+
 def _find_secret(run_dir: Path, environ: Mapping[str, str]) -> str:
-    if secret := environ.get(SECRET_VARIABLE):
+    if secret := secret_of(environ):
         return secret
     try:
         return (run_dir / "secret").read_text(encoding="utf-8")

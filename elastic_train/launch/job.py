@@ -25,8 +25,7 @@ from elastic_train.errors import GaveUpError, InterruptedByUser
 from elastic_train.launch.agent import Agent
 from elastic_train.launch.check import Checked, CheckRequest, check
 from elastic_train.launch.devices import assign_devices, pick_platform, visible_gpus
-from elastic_train.launch.environment import SECRET_VARIABLE
-from elastic_train.launch.host import END_LIMIT_S, job_settings, start_agent, without_secret
+from elastic_train.launch.host import END_LIMIT_S, job_settings, secret_of, start_agent, without_secret
 from elastic_train.launch.options import JobOptions, check_free
 from elastic_train.launch.signals import POLL_S, Signals
 from elastic_train.launch.versions import versions
@@ -62,7 +61,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     check_free(options.bind)
     host = options.coordinator_host
     check_coordinator(options.tls, host)
-    secret = environ.get(SECRET_VARIABLE) or secrets.token_hex(16)
+    secret = secret_of(environ) or secrets.token_hex(16)
     environ = without_secret(environ)
     platform = pick_platform(environ)
     workers = options.workers or (max(1, len(visible_gpus(environ))) if platform == "cuda" else 1)
@@ -280,8 +279,9 @@ def _watch(
     """Waits for the job's end; hands on signals, and the members that come and go, in the meantime."""
     while (end := coordinator.wait(0)) is None:
         for number in signals.wait(POLL_S):
-            if number == signal.SIGUSR1 and agent is not None:
-                agent.forward(signal.SIGUSR1)
+            if number == signal.SIGUSR1:
+                if agent is not None:  # without one there are no workers here
+                    agent.forward(signal.SIGUSR1)
             elif signals.num_stops == 1:
                 coordinator.ask_stop(False, f"{number.name} at the job's process")
             elif signals.num_stops == 2:

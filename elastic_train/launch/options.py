@@ -11,6 +11,9 @@ from elastic_train.coordinator.security import PLAIN, Tls
 from elastic_train.errors import UsageError
 from elastic_train.launch.check import CheckRequest
 
+MAX_WORKERS = 65_536
+"""More is a slip of the finger, which must not fill the memory with slots."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
@@ -46,6 +49,8 @@ class JobOptions:
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"--workers {self.workers}: train with at least one worker")
+        if self.workers is not None and self.workers > MAX_WORKERS:
+            raise UsageError(f"--workers {self.workers}: a job has at most {MAX_WORKERS} workers")
         if self.min_workers < 1:
             raise UsageError(f"--min-workers {self.min_workers}: use at least 1")
         if self.workers is not None and self.min_workers > self.workers:
@@ -87,7 +92,7 @@ class JobOptions:
 def check_free(bind: str) -> None:
     """Raises UsageError unless `bind`, HOST:PORT, can be listened on. Port 0 means any that is free."""
     host, _, port = bind.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"--bind {bind}: write HOST:PORT, for example 127.0.0.1:9000; port 0 takes a free one")
     try:
         with socket.create_server((host, int(port))):

@@ -14,6 +14,7 @@ from elastic_train.chaos.standard import (
     Disturbed,
     Pace,
     Verdict,
+    fits,
     format_verdict,
     gap_within,
     judge,
@@ -75,6 +76,9 @@ def verify_faults(options: JobOptions, environ: Mapping[str, str]) -> Verified:
     # Every step is to be seen, and each run keeps its checkpoints to itself. Neither has a part in the numbers.
     own = ("log_every=1", "checkpoint.path=none")
     options = dataclasses.replace(options, workers=workers, overrides=(*options.overrides, *own))
+    if options.steps is not None and not fits(workers, options.steps):
+        num_faults = len(standard_faults(workers, 1))
+        raise UsageError(f"--steps {options.steps}: too few for the {num_faults} faults; use more")
     checked = check(options.check_request(workers), environ)
     steps = options.steps
     if steps is None:
@@ -85,11 +89,6 @@ def verify_faults(options: JobOptions, environ: Mapping[str, str]) -> Verified:
     undisturbed = _run(options, "undisturbed", steps, environ)
     gap = min(_pace(undisturbed).gap(checked.faults.keepalive_s), gap_within(steps))
     faults = standard_faults(workers, gap)
-    if faults[-1].step is not None and faults[-1].step >= steps:
-        raise UsageError(
-            f"--steps {steps}: too few for {len(faults)} faults; "
-            f"{steps_needed(_pace(undisturbed).gap(checked.faults.keepalive_s))} would let each worker come back"
-        )
     chaos = root / "chaos.toml"
     text = schedule_toml([Planned((fault,)) for fault in faults])
     chaos.write_text(f"patient = true\n\n{text}", encoding="utf-8")

@@ -22,6 +22,8 @@ MAX_SHOWN = 10
 _CIRCUMSTANCES = frozenset({"step", "time", "step_time_s", "epoch", "workers"})
 # Settings that decide how a run is watched and kept alive, never what it computes.
 _HARMLESS = ("log_every", "eval_every", "faults.", "checkpoint.")
+# Of those, the ones that decide what becomes of a step that is not finite, and of states that differ.
+_NUMERIC = frozenset({"faults.nonfinite", "faults.max_skipped_steps", "faults.undecided"})
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def _settings(comparison: Comparison) -> list[str]:
     for key, one, other in comparison.settings:
         if comparison.same:
             remark = "it made no difference"
-        elif key.startswith(_HARMLESS):
+        elif key.startswith(_HARMLESS) and key not in _NUMERIC:
             remark = "it cannot matter"
         else:
             remark = "it may be why"

@@ -40,6 +40,12 @@ RANDOM = "[random]\nevery_steps = 50\nkinds = { kill = 1 }\n"
         ("[random]\nevery_steps = 50", "random: kinds is missing"),
         ("[random]\nevery_steps = 50\nkinds = { kil = 1 }", "Did you mean 'kill'?"),
         ("[random]\nevery_steps = 50\nkinds = { kill = 0 }", "kinds.kill = 0: use a positive weight"),
+        ('[[fault]]\nkind = ["kill"]\nstep = 1', "kind: unknown"),
+        ('[[fault]]\nkind = "kill"\nafter_s = inf', "after_s = inf: use seconds since the first step"),
+        (f'[[fault]]\nkind = "kill"\nafter_s = 1{400 * "0"}', "use seconds since the first step"),
+        ("[random]\nevery_s = 5\nuntil_s = inf\nkinds = { kill = 1 }", "until_s = inf: use a positive number"),
+        ("[random]\nevery_steps = 0.5\nkinds = { kill = 1 }", "every_steps = 0.5: use a whole number of steps"),
+        ("[random]\nevery_steps = 50\nkinds = { kill = inf }", "kinds.kill = inf: use a positive weight"),
         ("[random]\nkinds = { kill = 1 }", "give either every_steps or every_s"),
         ("[random]\nevery_s = 5\nkinds = { kill = 1 }", "until_s = None: say for how many seconds"),
         (RANDOM + "quiet_s = 5", "quiet_s = 5: the interval is given in steps"),
@@ -68,6 +74,13 @@ def test_files_that_do_not_fit_the_job(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as raised:
         resolve(parse_schedule(text), workers=1, steps=100)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(("every_s", "until_s"), [("1e-300", "1e300"), ("0.001", "1e9")])
+def test_an_interval_that_would_never_come_to_an_end(every_s: str, until_s: str) -> None:
+    text = f"[random]\nevery_s = {every_s}\nuntil_s = {until_s}\nkinds = {{ kill = 1 }}"
+    with pytest.raises(ScheduleError, match=r"random: every_s = .*: more than 100000 faults would be drawn"):
+        resolve(parse_schedule(text), workers=2, steps=100)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from elastic_train.launch import host, job
 from elastic_train.launch.check import CheckFailed
 from elastic_train.launch.host import without_secret
 from elastic_train.launch.options import JobOptions, address_towards
+from elastic_train.membership.roster_events import End
 from elastic_train.telemetry.records import RunDirectory
 
 RECIPE = "recipes/linear.py"
@@ -63,6 +64,11 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--workers", "2", "--slots", "1-2"], "--slots names slot 2"),
         (["--slots", "a"], "--slots a: write slots as"),
         (["--slots", "1,1"], "--slots 1,1: name each slot once"),
+        (["--slots", "\N{SUPERSCRIPT TWO}"], "write slots as"),
+        (["--slots", "0-99999999999"], "a job has at most 65536 workers"),
+        (["--workers", "99999999999"], "a job has at most 65536 workers"),
+        (["--workers", "2", "--coordinator", "host"], "--coordinator: 'host' is no address"),
+        (["--workers", "2", "--coordinator", "host:x"], "--coordinator: 'host:x' is no address"),
         (["--bind", "9000"], "--bind 9000: write HOST:PORT"),
         (["--bind", "127.0.0.1:70000"], "write HOST:PORT"),
         (["--coordinator", "127.0.0.1:1"], "--coordinator needs --workers"),
@@ -73,6 +79,25 @@ def test_numbers_and_addresses(
 ) -> None:
     run_dir = tmp_path / "run"
     assert message in refused(capsys, "run", RECIPE, "--run-dir", str(run_dir), *options)
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("where", [[], ["--coordinator", "127.0.0.1:1"]])
+@pytest.mark.parametrize("secret", ["geh\N{LATIN SMALL LETTER E WITH ACUTE}im", "secret\n"])
+def test_a_secret_that_no_call_can_carry(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: list[str], secret: str
+) -> None:
+    monkeypatch.setenv("ELASTIC_TRAIN_SECRET", secret)
+    message = refused(capsys, "run", RECIPE, "--workers", "2", "--run-dir", str(tmp_path / "run"), *where)
+    assert "ELASTIC_TRAIN_SECRET holds what no call can carry" in message and secret not in message
+
+
+def test_verify_faults_says_before_it_begins_that_the_steps_are_too_few(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "runs"
+    message = refused(capsys, "verify-faults", RECIPE, "--steps", "14", "--run-dir", str(run_dir))
+    assert "--steps 14: too few for the 5 faults" in message
     assert not run_dir.exists()
 
 
@@ -188,6 +213,16 @@ def test_plain_options() -> None:
     assert (plain.steps, plain.run_dir, plain.seed, plain.config) == (4, None, None, None)
     assert plain.set == ("a=1", "b=2", "c=3")
     assert cli.parse_plain([], prog="x").set == ()
+
+
+def test_stacks_asked_of_a_coordinator_without_workers_do_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGUSR1 is no request to stop, and there is no agent here to hand it to."""
+    ends = iter([None, End(0, "done", "all steps done")])
+    coordinator = SimpleNamespace(wait=lambda _: next(ends), status=dict)
+    signals = SimpleNamespace(wait=lambda _: [signal.SIGUSR1], num_stops=0)
+    monkeypatch.setattr(job, "_snapshot", lambda status: status)
+    display = SimpleNamespace(update=lambda _: None)
+    assert job._watch(coordinator, None, display, signals, None).exit_code == 0  # type: ignore[arg-type]
 
 
 def test_slots() -> None:

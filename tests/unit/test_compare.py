@@ -75,10 +75,11 @@ def test_settings_without_effect_are_named(tmp_path: Path) -> None:
 
 
 def test_settings_that_may_be_why(tmp_path: Path) -> None:
-    config = "steps = 5\nseed = 1\n\n[faults]\nkeepalive_s = 2.0\n"
+    config = 'steps = 5\nseed = 1\n\n[faults]\nkeepalive_s = 2.0\nnonfinite = "skip"\n'
     _, text = compared(write_run(tmp_path / "a"), write_run(tmp_path / "b", config=config, digest="b" * 64))
     assert "setting seed: 'absent' and 1; it may be why" in text
     assert "setting faults.keepalive_s: 5.0 and 2.0; it cannot matter" in text
+    assert "setting faults.nonfinite: 'absent' and 'skip'; it may be why" in text
 
 
 METRICS, LEDGER = "metrics.jsonl", "ledger.jsonl"

@@ -199,6 +199,8 @@ def test_range_errors_come_from_the_config_itself():
         (("step_timeout_factor=1",), "step_timeout_factor = 1.0: use a number above 1"),
         (("straggler_factor=0.5",), "straggler_factor = 0.5: use a number above 1"),
         (("max_evictions=-1",), "max_evictions = -1"),
+        (("jax_heartbeat_timeout_s=inf",), "jax_heartbeat_timeout_s = inf: use at most 1000000 seconds"),
+        (("keepalive_s=nan",), "keepalive_s = nan: use a positive number"),
     ],
 )
 def test_time_limits_in_the_wrong_order(settings, wrong):

@@ -63,6 +63,20 @@ def test_the_first_steps_of_an_epoch_and_retries_are_not_calm() -> None:
     assert calm_step_times(events, commits) == {1: pytest.approx(0.3), 2: pytest.approx(0.1)}
 
 
+def test_a_single_calm_step_stands_for_nothing() -> None:
+    """A worker starts while all others train; the one step after it is ready waits for it."""
+    commits = run((20, 3, 0.1, 1), (100, 2, 0.1, 2), (1, 2, 4.0, 2))
+    about = {"slot": 2, "incarnation": 1}
+    events = [
+        {"event": "worker_starting", "time": commits[20]["time"] - 0.05, **about},
+        {"event": "worker_ready", "time": commits[-2]["time"] - 0.05, **about},
+    ]
+    calm = calm_step_times(events, commits)
+    assert calm == {3: pytest.approx(0.1)}
+    kept = throughput_kept(commits, calm)
+    assert kept.estimated == (2,) and kept.share is not None and kept.share < 1
+
+
 def test_a_number_of_members_never_seen_calm_is_told() -> None:
     commits = run((10, 4, 0.1, 1), (10, 2, 0.2, 2))
     kept = throughput_kept(commits, {4: 0.1, 3: 0.2})

@@ -12,6 +12,7 @@ from elastic_train.chaos.standard import (
     Disturbed,
     Pace,
     Verdict,
+    fits,
     format_verdict,
     gap_within,
     judge,
@@ -38,6 +39,13 @@ def test_the_gap_for_given_steps_is_the_widest_that_fits(steps: int) -> None:
     gap = gap_within(steps)
     assert steps_needed(gap) <= steps or gap == 1
     assert steps_needed(gap + 2) > steps
+
+
+@given(st.integers(2, 9), st.integers(1, 10_000), st.integers(1, 5000))
+def test_steps_that_fit_have_room_for_every_fault(workers: int, steps: int, gap: int) -> None:
+    faults = standard_faults(workers, min(gap, gap_within(steps)))
+    assert not fits(workers, steps) or all(fault.step is not None and fault.step < steps for fault in faults)
+    assert fits(workers, steps) == (steps >= 15)
 
 
 def test_pace_of_a_run() -> None:
