@@ -129,7 +129,8 @@ def prepare_member(
     faults = trainer.config.faults
     group = Group(me, devices, local.specs, local.checks, num_shards, link, faults, sockets, trace=trace)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
-    group.prepare(View.of(0, (me, Identity(me.slot + 1, 0, max(devices)))), recipe.healer.stripe)
+    second = (Identity(me.slot + 1, 0, max(devices)),) if num_shards(2) > 1 else ()
+    group.prepare(View.of(0, (me, *second)), recipe.healer.stripe)
     group.finish_compiling()
     link.on_abort = group.on_dead
     for node in link.dead:
