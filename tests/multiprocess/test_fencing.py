@@ -61,7 +61,7 @@ class RealJob(Job):
         """Workers that have been made members of a view."""
         workers = [self.worker(identity) for identity in identities]
         for worker in workers:
-            worker.link.ready()
+            worker.link.ready({})
         for worker in workers:
             worker.view = worker.link.wait_formed(PATIENCE_S)
             assert worker.view is not None
@@ -116,7 +116,7 @@ def speak_as_zombies(job: RealJob, zombies: list[Worker]) -> None:
         link.record({"step": 21, "loss": 0.0}, flush=True)
         link.phase("update", 21)
         link.viewed(View(99, zombie.view.members), "death", (), (), 21, 0.0)
-        link.ready()
+        link.ready({})
         link.failed(21, fatal=False, startup=False, traceback=f"last words of {link.identity}")
         link.finished("done", 21, 2100, "zombie", "zombie", {})
     for zombie in zombies:
@@ -172,10 +172,10 @@ def test_row_06_an_old_incarnation_cannot_say_hello_in_place_of_the_new_one(job:
     for stray in strays:
         assert stray.evicted.get(timeout=PATIENCE_S)
     worker = job.worker(right)
-    worker.link.ready()
+    worker.link.ready({})
     job.events.expect(r.Ready(right))
     # They get nothing that is meant for it.
-    job.worker(started[1]).link.ready()
+    job.worker(started[1]).link.ready({})
     assert worker.link.wait_formed(PATIENCE_S) is not None
     assert [stray.link.wait_formed(0) for stray in strays] == [None] * 4
     # Their end is not its end.
