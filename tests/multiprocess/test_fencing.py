@@ -243,7 +243,7 @@ def test_row_06_restart_under_the_same_slot_before_the_death_was_noticed(tmp_pat
     """A host with one worker freezes. Its successor has offered the same slot already, and was refused.
 
     When the death is noticed the successor gets the slot, as a new incarnation that is healed. Then the old host wakes
-    up, and must go without having done anything.
+    up: its worker must go without having done anything, and its agent is refused in turn.
     """
     options = ("--steps", "1000000", "--slots", "0,1", "--set", "faults.keepalive_s=1.0")
     with WholeJob(tmp_path / "run", FAULTY, *options, pace_s=0.03) as job:
@@ -259,8 +259,9 @@ def test_row_06_restart_under_the_same_slot_before_the_death_was_noticed(tmp_pat
         job.wait_step(back["step"] + 5)
         for process in frozen:
             process.send_signal(signal.SIGCONT)
-        _, alive = psutil.wait_procs(frozen, timeout=DEADLINE_S)
-        assert not alive, f"the woken host must end by itself; left: {alive}"
+        _, alive = psutil.wait_procs(frozen[1:], timeout=DEADLINE_S)
+        assert not alive, f"the woken worker must end by itself; left: {alive}"
+        job.wait_event("slots_refused", count=2, slots=[2])  # the woken agent stands by now
         step = job.lines("ledger.jsonl")[-1]["step"]
         job.wait_step(step + 5)
         assert job.lines("ledger.jsonl")[-1]["workers"] == [0, 1, 2]

@@ -12,12 +12,16 @@ import pytest
 from job import FAULTY, Job, plain_run
 from network import ESTABLISHED, Host, network, own_connections, unavailable, wait_until
 
+from elastic_train.launch.environment import TRACE_VARIABLE
+
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(unavailable()), reason=f"cannot simulate hosts: {unavailable()}"),
 ]
 
-SECRET = {"ELASTIC_TRAIN_SECRET": "what both hosts know"}
+UNTRACED = {TRACE_VARIABLE: "0"}
+"""Each host keeps its workers' barriers to itself, so that none can prove anything about all."""
+SECRET = {**UNTRACED, "ELASTIC_TRAIN_SECRET": "what both hosts know"}
 SETTINGS = ("faults.keepalive_s=1", "faults.first_backoff_s=0.1", "faults.coordinator_timeout_s=90")
 COMMON = ("--steps", "1000000", "--set", *SETTINGS)
 PACE_S = 0.03
@@ -134,7 +138,7 @@ def test_row_16_the_side_without_the_floor_pauses_until_the_network_is_healed(tm
             prefix=a.prefix,
             environ=SECRET,
         ) as first,
-        second_host(a, tmp_path / "a", "0", first, *floor, workers=2, environ={}) as one,
+        second_host(a, tmp_path / "a", "0", first, *floor, workers=2, environ=UNTRACED) as one,
         second_host(b, tmp_path / "b", "1", first, *floor, workers=2) as two,
     ):
         first.wait_members(0, 1)
