@@ -138,7 +138,7 @@ def test_row_24_strangers_are_rejected_and_the_job_does_not_notice(tmp_path):
         assert [event["exit_code"] for event in job.events("worker_died")] == [-9]
         assert len(job.output.splitlines()) < 60, job.output
         summary = job.summary
-    alone = plain_run(tmp_path / "alone", summary["step"], recipe)
+    alone = plain_run(tmp_path / "alone", summary["step"], recipe=recipe)
     assert summary["state_sha256"] == alone["state_sha256"]
 
 
@@ -261,7 +261,7 @@ def test_row_23_ports_run_directories_and_jobs_do_not_mix(tmp_path):
         assert not (tmp_path / "three").exists()
         # So is its run directory while it runs.
         refused = start("--run-dir", str(one.run_dir))
-        assert refused.returncode == 2 and "holds a run already" in refused.stderr
+        assert refused.returncode == 2 and "another job is writing to" in refused.stderr
         # Two jobs side by side have ports and secrets of their own, and one is not let into the other.
         assert two.finish() == 0, two.logs()
         other = {"ELASTIC_TRAIN_SECRET": (two.run_dir / "secret").read_text()}
@@ -271,11 +271,11 @@ def test_row_23_ports_run_directories_and_jobs_do_not_mix(tmp_path):
             assert f"cannot join the coordinator at {address} (UNAUTHENTICATED" in stray.output
         one.wait_event("peer_rejected", peer="127.0.0.1")
         before = (one.run_dir / "events.jsonl").read_text()
-        # A job that died leaves a directory that is not written again.
+        # A job that died leaves a directory that is not written again by who wants a run of its own.
         one.note_processes()
         one.process.kill()
         one.process.wait()
         assert one.processes_left() == []
-        refused = start("--run-dir", str(one.run_dir))
+        refused = start("--run-dir", str(one.run_dir), "--resume", "never")
         assert refused.returncode == 2 and "holds a run already" in refused.stderr
         assert (one.run_dir / "events.jsonl").read_text().startswith(before)
