@@ -94,6 +94,7 @@ def test_those_who_come_back_are_struck_too(tmp_path):
         assert summary["state_sha256"] == plain_run(tmp_path / "alone", summary["step"])["state_sha256"]
 
 
+@pytest.mark.soak
 def test_faults_that_found_no_occasion_are_told(tmp_path):
     chaos = '[[fault]]\nkind = "kill"\nstep = 5\nslot = 0\nwhere = "heal"\n'
     options = ("--steps", "20", "--chaos", str(write(tmp_path / "chaos.toml", chaos)))

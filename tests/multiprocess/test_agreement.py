@@ -80,6 +80,7 @@ def test_row_22_a_flipped_bit_is_found_and_healed_from_the_majority(tmp_path):
         assert "the state after step 21 differs between slots 0, 2 and slot 1, in params/inner/bias" in job.output
 
 
+@pytest.mark.soak
 def test_row_22_two_members_cannot_tell_who_is_right(tmp_path):
     with run(tmp_path, fault(1, "update", step=20, what="flip"), workers=2, options=EVERY_STEP) as job:
         assert job.finish() == 4, job.logs()

@@ -150,6 +150,7 @@ def test_row_05_donor_killed_while_it_heals_a_joiner(tmp_path):
         stop_and_compare(job, tmp_path)
 
 
+@pytest.mark.soak
 def test_row_02_joiner_killed_before_it_meets_the_members(tmp_path):
     """Admitted by a committed step, and dead before its first collective: the others go on without it."""
     with endless(tmp_path, fault(1, "gather", incarnation=1)) as job:

@@ -120,6 +120,7 @@ def test_row_16_a_host_dies_is_cut_off_leaves_and_returns_each_time(tmp_path, ho
             stop_and_compare(first, tmp_path)
 
 
+@pytest.mark.soak
 def test_row_16_the_side_without_the_floor_pauses_until_the_network_is_healed(tmp_path, hosts):
     """The coordinator runs alone here; host a shares its run directory, and finds the secret there."""
     a, b = hosts

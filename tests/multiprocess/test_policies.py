@@ -78,6 +78,7 @@ def test_row_09_a_hook_that_always_raises_on_one_worker_costs_that_worker(tmp_pa
         assert [event["fatal"] for event in failures] == [False, False, True]
 
 
+@pytest.mark.soak
 def test_row_09_all_but_one_raise_and_the_one_goes_on(tmp_path, undisturbed):
     """Different exceptions, each shown once in full."""
     faults = (
@@ -103,6 +104,7 @@ def test_row_10_code_that_raises_on_all_workers_ends_the_job_with_the_traceback(
         assert job.processes_left() == []
 
 
+@pytest.mark.soak
 def test_row_10_a_sample_that_nobody_can_read_is_not_tried_for_ever(tmp_path):
     """Whoever has its shard leaves, and the next one has it then. The floor wants all of them back: a restart loop."""
     sample = str(batches("fixed", 1000, 48, 8, 0).shard_ids(48 * 5, 0)[0][0])
@@ -146,6 +148,7 @@ def test_row_11_retry_finds_a_passing_fault(tmp_path, undisturbed):
         assert "the step again (1 of 2 times)" in job.output
 
 
+@pytest.mark.soak
 def test_row_11_retry_ends_the_job_if_it_is_no_passing_fault(tmp_path):
     with run(tmp_path, options=BAD_SAMPLE) as job:
         assert job.finish() == 3, job.logs()
@@ -171,6 +174,7 @@ def test_row_11_skip_is_the_same_in_a_disturbed_job_and_in_a_plain_process(tmp_p
         assert [kind for kind, _ in kinds(job)].count("nonfinite") == len(skipped)
 
 
+@pytest.mark.soak
 def test_row_11_stop(tmp_path):
     """In a job at once; in a plain process with the same words."""
     options = ("--set", "faults.nonfinite=stop")

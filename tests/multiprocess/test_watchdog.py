@@ -63,6 +63,7 @@ def test_row_12_c_code_that_keeps_the_interpreters_lock(tmp_path, undisturbed):
         assert "in strike" in (job.run_dir / "logs" / "0-0.log").read_text()
 
 
+@pytest.mark.soak
 def test_row_12_python_deadlock_of_the_only_worker(tmp_path):
     """Nobody waits for it, and its state is lost with it: the run begins again."""
     deadlock = fault(0, "hook", step=5, what="deadlock")
@@ -89,6 +90,7 @@ def test_row_13_endless_kernel(tmp_path, undisturbed):
         assert_found_stuck(job, 1, ("compute",), "in _partial_sums")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("slot", [2, pytest.param(0, marks=pytest.mark.soak)], ids=["the one chosen", "another"])
 def test_a_collective_that_hangs_is_broken(tmp_path, undisturbed, slot):
     """All seem to wait for each other. Replacing the wrong one first throws those out that are not to blame."""
@@ -126,6 +128,7 @@ def test_row_14_straggler_is_evicted(tmp_path):
         assert kinds(job) == [("slow", 2)]
 
 
+@pytest.mark.soak
 def test_row_07_short_stop_is_no_fault(tmp_path):
     """SIGSTOP, and SIGCONT before the deadline."""
     with endless(tmp_path) as job:
