@@ -178,6 +178,7 @@ class second_agent:
         command = [sys.executable, "-m", "elastic_train.cli", "run", str(FAULTY), "--coordinator", address]
         command += ["--workers", "3", "--slots", "2", "--run-dir", str(job.run_dir)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PACE_S": "0.03", "JAX_PLATFORMS": "cpu"}
+        environment["ELASTIC_TRAIN_TRACE_BLOCKS"] = "1"
         self._output = open(job.run_dir.with_suffix(".agent"), "a")  # noqa: SIM115
         self.process = psutil.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, env=environment)
 
