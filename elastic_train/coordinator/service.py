@@ -477,7 +477,7 @@ class Coordinator:
         if self.roster.is_living(identity):
             self._finished[identity.slot] = finished
             self._compare_digests()
-        self._apply(r.Finished(identity, finished.status, finished.message))
+        self._apply(r.Finished(identity, finished.status, finished.message, finished.step))
 
     def _compare_digests(self) -> None:
         different = different_ends(self._finished)

@@ -409,7 +409,7 @@ def _finished(turn: Turn, worker: Worker, event: Finished) -> None:
     if event.message:
         turn.end(3 if event.status == "failed" else 4, event.status, event.message)
     elif event.status == "failed":
-        message = f"the user's code failed on every worker at step {worker.step + 1}."
+        message = f"the user's code failed on every worker at step {event.step + 1}."
         turn.end(3, "failed", *with_first_traceback(turn.roster, message))
     elif not turn.roster.finishing:
         turn.set(finishing=event.status)

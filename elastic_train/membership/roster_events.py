@@ -86,6 +86,7 @@ class Finished:
     identity: Identity
     status: str  # "done", "stopped", "failed" or "gave_up"
     message: str = ""  # why it failed or gave up, if no traceback tells it
+    step: int = 0  # completed updates; the last report of progress may be older
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def test_what_a_worker_tells_becomes_events(job: Job) -> None:
     link.failed(7, fatal=False, startup=False, traceback="Traceback ...")
     job.events.expect(r.Failed(me, 7, False, False, "Traceback ..."))
     link.finished("done", 8, 800, "p", "s", {"loss": 0.5})
-    job.events.expect(r.Finished(me, "done"))
+    job.events.expect(r.Finished(me, "done", step=8))
     assert job.coordinator.status() == {
         "generation": 0,
         "epoch": 3,
@@ -378,7 +378,7 @@ def test_close_sends_what_is_queued_and_is_no_silence(job: Job) -> None:
     link.record({"step": 1})
     link.finished("done", 1, 10, "p", "s", {})
     link.close()
-    job.events.expect(r.Finished(link.identity, "done"))
+    job.events.expect(r.Finished(link.identity, "done", step=1))
     assert [record["step"] for record in job.commits] == [1]
     job.agent(0).exited(link.identity)
     job.events.expect_kind(r.Exited)
@@ -551,8 +551,8 @@ def test_a_callback_that_raises_makes_the_link_lost(job: Job) -> None:
 def test_different_digests_are_shown(job: Job) -> None:
     job.link(1).finished("done", 9, 900, "p", "s", {})
     job.link(2).finished("done", 9, 900, "other", "s", {})
-    job.events.expect(r.Finished(Identity(1, 0, 2), "done"))
-    job.events.expect(r.Finished(Identity(0, 0, 1), "done"))
+    job.events.expect(r.Finished(Identity(1, 0, 2), "done", step=9))
+    job.events.expect(r.Finished(Identity(0, 0, 1), "done", step=9))
     job.notes.expect(("digests_differ", {"slots": {"0": [9, "p", "s"], "1": [9, "other", "s"]}}))
     assert "DIFFERENT" in next(iter(job.shown))
 

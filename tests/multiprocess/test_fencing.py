@@ -120,7 +120,7 @@ def speak_as_zombies(job: RealJob, zombies: list[Worker]) -> None:
         link.failed(21, fatal=False, startup=False, traceback=f"last words of {link.identity}")
         link.finished("done", 21, 2100, "zombie", "zombie", {})
     for zombie in zombies:
-        job.events.expect(r.Finished(zombie.link.identity, "done"))
+        job.events.expect(r.Finished(zombie.link.identity, "done", step=21))
 
 
 def assert_zombies_change_nothing(job: RealJob, zombies: list[Worker], members: list[Worker]) -> None:

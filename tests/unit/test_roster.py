@@ -510,9 +510,10 @@ def test_failures_in_training_are_shown_and_the_first_is_kept() -> None:
     assert notes(actions)["user_code_failed"].show.endswith("at step 5:\nagain ValueError: two")
     roster, actions = play(roster, failure(B, startup=False, text=header + "KeyError: three"))
     assert notes(actions)["user_code_failed"].show.endswith("at step 5:\n" + header + "KeyError: three")
-    _, actions = play(roster, Finished(A, "failed"))
+    _, actions = play(roster, Stepped(A, 2), Finished(A, "failed", step=4))
     (end,) = those(actions, End)
     assert (end.exit_code, end.status) == (3, "failed")
+    assert "failed on every worker at step 5" in end.message  # its last report of progress was older
     assert "ValueError: one" in end.message and "\n" not in end.message
     assert end.traceback == header + "ValueError: one"
 
