@@ -29,7 +29,7 @@ class PacedConfig(et.Config):
     batch_size: int = 16  # two rows a shard: few waits, since each ends a little late on a busy machine
     width: int = 64
     prefetch: int = 0  # the time is to be spent in the step, not beside it
-    sample_s: float = 0.06
+    sample_s: float = 0.025
 
 
 class Source:

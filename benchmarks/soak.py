@@ -51,12 +51,12 @@ QUIET_S = 20.0
 
 SETTINGS = (
     "--set",
-    "faults.keepalive_s=1.0",
-    "faults.doubt_timeout_s=3.0",
-    "faults.step_timeout_s=4.0",
+    "faults.keepalive_s=0.6",
+    "faults.doubt_timeout_s=1.5",
+    "faults.step_timeout_s=2.0",
     "faults.first_backoff_s=0.1",
 )
-"""Limits for steps of a few hundredths of a second. The defaults are for steps of seconds."""
+"""Limits for steps of a tenth of a second. The defaults are for steps of seconds."""
 
 MANY_STEPS = 10_000_000
 

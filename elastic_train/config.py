@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-MIN_STEP_TIMEOUT_S = 3.0
-"""Workers report twice a second, and a busy machine delays reports."""
+MIN_STEP_TIMEOUT_S = 1.0
+"""A busy machine delays reports, and a worker without reports counts as stuck."""
+
+MAX_REPORT_INTERVAL_S = 0.5
+"""How often, at least, a worker says where it is, whether that has changed or not: a watchdog listens."""
 
 MAX_TIMEOUT_S = 1e6
 """Eleven days. gRPC counts milliseconds in 32 bits, JAX whole seconds, and neither knows infinity."""
@@ -31,6 +34,12 @@ _LEAST = {
     "max_skipped_steps": 1,
     "fingerprint_every": 0,
 }
+
+
+def report_interval_s(step_timeout_s: float) -> float:
+    """How often workers say where they are, and how often the coordinator looks, in seconds: a standstill is found
+    within a quarter of `step_timeout_s` after it has run out."""
+    return min(MAX_REPORT_INTERVAL_S, step_timeout_s / 8)
 
 
 @dataclass(frozen=True, kw_only=True)

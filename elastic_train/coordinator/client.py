@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import grpc
 
+from elastic_train.config import MAX_REPORT_INTERVAL_S
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError
 from elastic_train.membership.group import Identity, View
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 HELLO_TIMEOUT_S = 30.0
 RECORDS_INTERVAL_S = 0.05
-REPORT_INTERVAL_S = 0.5
-"""How often a worker says where it is, whether that has changed or not: a watchdog listens."""
 CLOSE_TIMEOUT_S = 2.0
 MAX_RECORDS_PER_MESSAGE = 256
 
@@ -95,6 +94,7 @@ class Link:
         self.on_stopped_now: Callable[[str], None] = _ignore
         self.on_evict: Callable[[str], None] = _ignore
         self.on_lost: Callable[[str], None] = _ignore
+        self.report_interval_s = MAX_REPORT_INTERVAL_S
         self._address = address
         self._metadata = wire.secret_metadata(secret)
         self._channel = security.open_channel(address, keepalive_s, tls)
@@ -395,7 +395,7 @@ class Link:
                     return None
                 if self._welcome and now >= self._report_due:
                     return self._progress([])
-                wait_s = self._report_due - now if self._welcome else REPORT_INTERVAL_S
+                wait_s = self._report_due - now if self._welcome else self.report_interval_s
                 if self._records and self._welcome:
                     wait_s = min(wait_s, self._records_due - now)
                 self._changed.wait(wait_s)
@@ -407,7 +407,7 @@ class Link:
         return taken
 
     def _progress(self, records: list[str]) -> control_pb2.FromWorker:
-        self._report_due = time.monotonic() + REPORT_INTERVAL_S
+        self._report_due = time.monotonic() + self.report_interval_s
         place, work = self._place, self._work
         progress = control_pb2.Progress(
             step=max(place.step, self._recorded_step),

@@ -15,7 +15,7 @@ from functools import partial
 
 import grpc
 
-from elastic_train.config import FaultConfig
+from elastic_train.config import FaultConfig, report_interval_s
 from elastic_train.coordinator import control_pb2, security, wire
 from elastic_train.coordinator.checkpoints import Checkpoints
 from elastic_train.coordinator.commits import Commits, Records
@@ -24,7 +24,7 @@ from elastic_train.coordinator.loop import EventLoop
 from elastic_train.coordinator.rejections import Rejections
 from elastic_train.coordinator.reports import Reports, different_ends
 from elastic_train.coordinator.streams import Server, Stream
-from elastic_train.coordinator.watch import WATCH_INTERVAL_S, Paces, Watch
+from elastic_train.coordinator.watch import Paces, Watch
 from elastic_train.errors import last_error
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity
@@ -130,6 +130,7 @@ class Coordinator:
         self._ended = threading.Event()
         self._failed = False
         self._closing = False
+        self._look_interval_s = report_interval_s(faults.step_timeout_s)
 
         # The port first: a port in use is the likeliest error, and cheap to find.
         self._server = Server(self, bind, secret, faults.keepalive_s, 2 * limits.num_slots + 16, tls)
@@ -143,7 +144,7 @@ class Coordinator:
         )
         self.jax_address = self._jax.address
         self._loop.after("stall", stall_note_s, self._note_stall)
-        self._loop.after("watch", WATCH_INTERVAL_S, self._look)
+        self._loop.after("watch", self._look_interval_s, self._look)
         self._loop.start()
         self._server.start()
 
@@ -521,7 +522,7 @@ class Coordinator:
         if self._end is None:
             self._watch.look(self.roster)
             self._paces.look(self.roster)
-            self._loop.after("watch", WATCH_INTERVAL_S, self._look)
+            self._loop.after("watch", self._look_interval_s, self._look)
 
     # Agents, and the people behind them -----------------------------------------------------------
 

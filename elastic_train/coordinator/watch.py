@@ -14,9 +14,6 @@ from elastic_train.membership.roster_events import Unfit
 from elastic_train.membership.stragglers import Pace, Streak, Work, follow, paces
 from elastic_train.membership.watchdog import Deadlines, Judgement, Sign, Stuck, in_words, judge_members
 
-WATCH_INTERVAL_S = 0.5
-"""How often the members are looked at."""
-
 ASLEEP_S = 3.0
 """If the last look was longer ago, this process was stopped or busy itself: what it has not heard proves nothing."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from elastic_train import jax_private
 from elastic_train.checkpoint.resume import checkpoint_directory
+from elastic_train.config import report_interval_s
 from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
@@ -94,6 +95,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
     if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
         member.share_compiled_programs(job.run_dir / "compiled", settings.identity, wait=job.deterministic)
     config = resolve(config_class_of(trainer), job.config_file)
+    link.report_interval_s = report_interval_s(config.faults.step_timeout_s)
     made = trainer(config)
     if job.chaos:
         from elastic_train.chaos.inject import install

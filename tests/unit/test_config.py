@@ -193,8 +193,8 @@ def test_range_errors_come_from_the_config_itself():
         (("doubt_timeout_s=130",), "step_timeout_s = 120.0: must exceed faults.doubt_timeout_s (130.0)"),
         (("step_timeout_s=700",), "first_step_timeout_s = 600.0: must be at least faults.step_timeout_s (700.0)"),
         (
-            ("keepalive_s=0.5", "doubt_timeout_s=2", "step_timeout_s=2.5"),
-            "step_timeout_s = 2.5: use at least 3 seconds",
+            ("keepalive_s=0.2", "doubt_timeout_s=0.5", "step_timeout_s=0.75"),
+            "step_timeout_s = 0.75: use at least 1 seconds",
         ),
         (("step_timeout_factor=1",), "step_timeout_factor = 1.0: use a number above 1"),
         (("straggler_factor=0.5",), "straggler_factor = 0.5: use a number above 1"),
