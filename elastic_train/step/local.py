@@ -111,7 +111,7 @@ class LocalProgram:
         self._add = self._aot(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (), flats, flats)
         self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats, *self._scale(1))
         self._fingerprint = self._aot(fingerprint, (), arrays)
-        self._fingerprint_marks = self._aot(_fingerprint_marks, (), arrays)
+        self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
         self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in flats), ())
         self._means: Any = None
@@ -144,7 +144,7 @@ class LocalProgram:
 
     def marks(self, state: TrainState, checked: bool) -> Marks:
         """The marks of a step before any shard: the state's fingerprint, if it is to be compared."""
-        return self._fingerprint_marks(state.arrays) if checked else self._no_marks
+        return self._as_marks(self._fingerprint(state.arrays)) if checked else self._no_marks
 
     def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int, marks: Marks) -> tuple[Flats, Marks]:
         """Sums over one shard: gradients, loss, metrics, model state. Marks tell of what is not finite."""
@@ -291,8 +291,9 @@ def _means(means: Means) -> dict[str, jax.Array]:
     return {name: mean.value / mean.weight for name, mean in means.items()}
 
 
-def _fingerprint_marks(arrays: PyTree) -> Marks:
-    words = jax.lax.bitcast_convert_type(fingerprint(arrays), jnp.int32)
+def _as_marks(fingerprint: jax.Array) -> Marks:
+    """Marks from a fingerprint, uint32[2]. Apart from its program, which is then compiled only once."""
+    words = jax.lax.bitcast_convert_type(fingerprint, jnp.int32)
     return jnp.concatenate([words, jnp.zeros((MARKS_STOP - MARKS_START - 2,), jnp.int32)])[None]
 
 
