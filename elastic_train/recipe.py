@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,10 +52,11 @@ class Recipe:
         self.schema = _schema(self.local.initial, config)
         self.layout = _layout(self.schema)
 
-    def expect(self, state: TrainState, run: range, batch_size: int) -> None:
-        """Has the shards `run` of the step after `state` read ahead, and of those that follow up to the last step."""
+    def expect(self, state: TrainState, missing: Sequence[int], run: range, batch_size: int) -> None:
+        """Has the shards `missing` of the step after `state` read ahead, and `run` of those that follow up to the last
+        step."""
         ahead = range(min(self.config.steps - state.step, self.config.prefetch + 1))
-        self._prefetcher.expect((state.samples + number * batch_size, run) for number in ahead)
+        self._prefetcher.expect((state.samples + number * batch_size, run if number else missing) for number in ahead)
 
     def read(self, samples: int, shard: int) -> Shard:
         """Samples of one shard of the batch that begins at position `samples`, and their weights."""

@@ -22,7 +22,7 @@ from elastic_train.policies import Failures, action_message, stop_message
 from elastic_train.recipe import Recipe
 from elastic_train.recovery import Held, Recovery
 from elastic_train.state import TrainState, key_path_leaves
-from elastic_train.step.commit import Stepper
+from elastic_train.step.commit import Outcome, Stepper
 from elastic_train.telemetry.leaves import write_leaves
 
 PAUSE_S = 0.2
@@ -218,7 +218,7 @@ class Training:
             self._failure = ""
             if skipped:
                 self._note_nonfinite(skipped, before.step, "skip", outcome.metrics)
-            self._committed(before, outcome.metrics, skipped is not None)
+            self._committed(before, outcome, skipped is not None)
         elif isinstance(outcome.verdict, Retry) and outcome.verdict.nonfinite:
             self._not_finite(outcome.verdict.nonfinite, outcome.metrics)
         elif isinstance(outcome.verdict, Retry):
@@ -267,7 +267,8 @@ class Training:
             loss=metrics["loss"],
         )
 
-    def _committed(self, before: TrainState, metrics: dict[str, float], skipped: bool) -> None:
+    def _committed(self, before: TrainState, outcome: Outcome, skipped: bool) -> None:
+        metrics = outcome.metrics
         now = time.monotonic()
         sampler = self._recipe.batches.sampler
         spans = sampler.spans(before.samples, self.state.samples - before.samples)
@@ -288,7 +289,7 @@ class Training:
         if skipped:
             record["skipped"] = True
         if self._recovered is not None:
-            record["recovered"] = self._recovered
+            record["recovered"] = {**self._recovered, "shards_reused": outcome.num_reused}
             self._recovered = None
         self._last_commit = now
         self._metrics = {**self._metrics, **metrics}

@@ -17,7 +17,7 @@ VOTE_SIZE = 8 + 3 * MAX_JOINERS_PER_STEP
 """Length of a control vector, in int32."""
 
 FLAGS_WORD, FINITE_BIT = 2, 1 << 1
-MARKS_START, MARKS_STOP = 4, 8
+MARKS_START, NUM_BAD_WORD, MARKS_STOP = 4, 6, 8
 """Where a control vector holds what is known on the device only: the fingerprint's two words, how many of the member's
 shards were not finite, and the first of these. The exchange writes them, and clears `FINITE_BIT` of all rows if the sum
 is not finite."""

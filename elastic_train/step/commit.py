@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,19 +13,21 @@ import numpy as np
 
 from elastic_train.data.batches import Batches
 from elastic_train.data.prefetch import Shard
-from elastic_train.membership.group import Agreed, Commit, Retry, Vote
+from elastic_train.membership.group import Agreed, Commit, Retry, Shrink, Vote
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
 from elastic_train.step.flat import Flats
+from elastic_train.step.kept import Kept
 from elastic_train.step.local import LocalProgram, Marks
-from elastic_train.step.plan import fold, partials, run_of
+from elastic_train.step.plan import Node, fold, partials, run_of
 
 
 class Shards(Protocol):
     """Where a step's samples come from."""
 
-    def expect(self, state: TrainState, run: range, batch_size: int) -> None:
-        """Says which shards this member will ask for, in the step after `state` and, for all it knows, later."""
+    def expect(self, state: TrainState, missing: Sequence[int], run: range, batch_size: int) -> None:
+        """Says which shards this member will ask for: `missing` in the step after `state`, and `run`, for all it
+        knows, in those that follow."""
         ...
 
     def read(self, samples: int, shard: int) -> Shard:
@@ -43,16 +45,18 @@ class Outcome:
         place in the data.
       metrics: means over the batch, if the step was committed, or if it was not because they are not finite.
       failure: traceback of this worker's own code, if that raised.
+      num_reused: how many of this member's shards were taken from an attempt before, one that members did not survive.
     """
 
     verdict: Agreed
     state: TrainState
     metrics: dict[str, float]
     failure: str
+    num_reused: int
 
 
 class Stepper:
-    """Tries steps. Holds no state of its own between two attempts.
+    """Tries steps. Between two attempts it holds nothing but partial sums, and these only if members are gone.
 
     Args:
       group: the members.
@@ -77,6 +81,8 @@ class Stepper:
         self._group, self._local, self._data = group, local, data
         self._batches, self._phase, self._worked = batches, phase, worked
         self._before_update = before_update
+        self._kept = Kept()
+        self._num_reused = 0
 
     def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
         """Tries the step that follows `state`, once. In this order:
@@ -101,7 +107,10 @@ class Stepper:
             said = replace(vote, ok=False) if raised else vote
             return exchange(sums, said.pack(), marks)
 
+        self._num_reused = 0
         verdict, total = self._group.attempt(body, step=state.step + 1)
+        if not isinstance(verdict, Shrink):
+            self._kept.drop()  # before the update, which needs the memory
         values: dict[str, jax.Array] = {}
         if isinstance(verdict, Commit):
             self._phase("update")
@@ -114,30 +123,39 @@ class Stepper:
         elif isinstance(verdict, Retry) and verdict.nonfinite is not None:
             values = self._local.means(total)
         metrics = {name: float(value) for name, value in jax.device_get(values).items()}
-        return Outcome(verdict, state, metrics, raised[0] if raised else "")
+        return Outcome(verdict, state, metrics, raised[0] if raised else "", self._num_reused)
 
     def _partial_sums(self, state: TrainState, marks: Marks, raised: list[str]) -> tuple[list[Flats], Marks]:
         began = time.monotonic()
         self._phase("data")
+        if raised:
+            return [self._local.zeros()], marks
         plan = self._group.plan
         run = run_of(plan.num_shards, plan.num_members, self._group.rank)
+        nodes = partials(run.start, run.stop, plan.num_shards)
+        found, missing = self._kept.take(state, nodes)
+        keeps_shards = self._kept.has_room(len(run), self._local.specs)
         newest = [marks]
 
         def shard_sums(shard: int) -> Flats:
             sums, newest[0] = self._shard(state, shard, newest[0])
+            if keeps_shards:
+                found[Node(shard, shard + 1)] = sums
             return sums
 
-        if raised:
-            return [self._local.zeros()], marks
         try:
-            self._data.expect(state, run, self._batches.size(plan.num_members))
-            sums = [fold(node, shard_sums, self._local.add) for node in partials(run.start, run.stop, plan.num_shards)]
+            self._data.expect(state, missing, run, self._batches.size(plan.num_members))
+            sums = [fold(node, shard_sums, self._local.add, found) for node in nodes]
             # What fails on the device, callbacks into the user's code included, must show here: inside the
             # exchange it could not be voted on.
             # And whoever says that it waits for the others has done its part, an endless kernel included.
             self._phase("compute")
             jax.block_until_ready((sums, newest[0]))
-            self._worked(time.monotonic() - began, len(run))
+            if missing:
+                self._worked(time.monotonic() - began, len(missing))
+            self._num_reused = len(run) - len(missing)
+            parts = dict(zip(nodes, sums, strict=True))
+            self._kept.keep(state, {**found, **parts} if keeps_shards else parts, newest[0])
             return sums, newest[0]
         except (Exception, SystemExit) as error:
             error.add_note(f"in step {state.step + 1}")

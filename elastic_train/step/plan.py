@@ -10,9 +10,10 @@ exchanged, and each member does the additions that are left, for its slice of ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,9 @@ class Node(NamedTuple):
 
     start: int
     stop: int
+
+
+NOTHING_HELD: Mapping[Node, Any] = MappingProxyType({})
 
 
 class Addition(NamedTuple):
@@ -89,17 +93,49 @@ def split(node: Node) -> int | None:
     return None if size == 1 else node.start + (1 << ((size - 1).bit_length() - 1))
 
 
-def fold(node: Node, leaf: Callable[[int], Value], add: Callable[[Value, Value], Value]) -> Value:
+def fold(
+    node: Node,
+    leaf: Callable[[int], Value],
+    add: Callable[[Value, Value], Value],
+    held: Mapping[Node, Value] = NOTHING_HELD,
+) -> Value:
     """The canonical sum of a subtree.
 
     Asks for the leaves in ascending order, and for each as late as possible, so that no more than
     `log2(size) + 1` values are alive at a time.
+
+    Args:
+      held: sums of subtrees that are known already; nothing inside them is asked for. The bits are the same, since a
+        subtree's sum depends on nothing outside it.
     """
+    if node in held:
+        return held[node]
     middle = split(node)
     if middle is None:
         return leaf(node.start)
-    left = fold(Node(node.start, middle), leaf, add)
-    return add(left, fold(Node(middle, node.stop), leaf, add))
+    left = fold(Node(node.start, middle), leaf, add, held)
+    return add(left, fold(Node(middle, node.stop), leaf, add, held))
+
+
+def reusable(nodes: Iterable[Node], held: Collection[Node]) -> tuple[tuple[Node, ...], tuple[int, ...]]:
+    """Which of the sums in `held` `fold` takes for the subtrees `nodes`, and which shards it asks for. Both ascending.
+
+    >>> reusable(partials(0, 3, 8), {Node(0, 2), Node(0, 1), Node(4, 8)})
+    ((Node(start=0, stop=2),), (2,))
+    """
+    taken: list[Node] = []
+    missing: list[int] = []
+    for node in nodes:
+        middle = split(node)
+        if node in held:
+            taken.append(node)
+        elif middle is None:
+            missing.append(node.start)
+        else:
+            inner = reusable((Node(node.start, middle), Node(middle, node.stop)), held)
+            taken += inner[0]
+            missing += inner[1]
+    return tuple(taken), tuple(missing)
 
 
 def partials(start: int, stop: int, num_shards: int) -> tuple[Node, ...]:

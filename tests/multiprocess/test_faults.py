@@ -4,6 +4,7 @@ JAX's own heartbeat timeout is 60 s in all of these: only our own detection can 
 """
 
 import itertools
+import re
 import signal
 
 import pytest
@@ -41,9 +42,11 @@ def fault(slot: int, where: str, step: int = -1, what: str = "kill", **more) -> 
     return {"slot": slot, "where": where, "step": step, "what": what, **more}
 
 
-def run(tmp_path, *faults: dict, workers: int = 3, options: tuple[str, ...] = ()) -> Job:
+def run(
+    tmp_path, *faults: dict, workers: int = 3, options: tuple[str, ...] = (), environ: dict[str, str] | None = None
+) -> Job:
     arguments = ("--steps", STEPS, *FAST_RESTARTS, *options)
-    return Job(tmp_path / "run", FAULTY, *arguments, workers=workers, faults=faults)
+    return Job(tmp_path / "run", FAULTY, *arguments, workers=workers, faults=faults, environ=environ)
 
 
 def kinds(job: Job) -> list[tuple[str, int]]:
@@ -60,6 +63,26 @@ def test_row_01_sigkill_of_one_worker(tmp_path, undisturbed, slot, where):
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
         assert kinds(job) == [("killed", slot)]
+
+
+def test_row_01_survivors_do_not_compute_their_shards_again(tmp_path, undisturbed):
+    """Slot 0 dies in the exchange: all gradients of that step are there, and only those of its shards are missing."""
+    with run(tmp_path, fault(0, "exchange", step=20), environ={"NOTE_READS": "1"}) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        reads = {slot: reads_of(job, slot, step=20) for slot in (1, 2)}
+        # Shards 0-2 were slot 0's, 3-5 slot 1's, 6 and 7 slot 2's; then 0-3 are slot 1's and 4-7 slot 2's.
+        per_shard = 48 // 8
+        assert [len(reads[slot]) for slot in (1, 2)] == [(3 + 3) * per_shard, (2 + 2) * per_shard]
+        assert all(len(set(ids)) == len(ids) for ids in reads.values()), "a sample was read twice for one step"
+        (recovered,) = (event for event in job.events("recovered") if event["kind"] == "death")
+        assert recovered["shards_reused"] == 1  # of slot 1, which tells of it: shard 3
+
+
+def reads_of(job: Job, slot: int, step: int) -> list[int]:
+    """Ids of the training samples that the first worker of a slot has read after the commit of `step`."""
+    found = re.findall(rf"^read (\d+) after step {step}$", (job.run_dir / "logs" / f"{slot}-0.log").read_text(), re.M)
+    return [int(index) for index in found]
 
 
 def test_row_04_sigkill_of_all_but_one_in_the_same_step(tmp_path, undisturbed):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.step.plan import Node, evaluate, finish, fold, partials, run_of, split
+from elastic_train.step.plan import Node, evaluate, finish, fold, partials, reusable, run_of, split
 
 MAX_SHARDS = 32
 SPECIAL = np.array(
@@ -158,3 +158,44 @@ def test_more_members_than_shards_is_refused() -> None:
         run_of(8, 3, 3)
     with pytest.raises(ValueError, match="tables must begin with shape"):
         evaluate(finish(8, 2), np.zeros((2, 3)))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 32), st.booleans(), st.data())
+@property_test
+def test_a_changed_run_takes_what_is_held_and_asks_for_the_rest(
+    seed: int, num_shards: int, with_shards: bool, data: st.DataObject
+) -> None:
+    """Any run before, any run after: no shard that is in a held sum the new run can use is asked for again, all others
+    are, once and in order, and the sums have the bits that they would have without."""
+    leaves = hard_to_add(seed, num_shards)
+    before, after = (
+        run_of(num_shards, members, rank) for members, rank in (data.draw(places(num_shards)) for _ in "ab")
+    )
+    asked: list[int] = []
+
+    def leaf(shard: int) -> np.ndarray:
+        asked.append(shard)
+        return leaves[shard]
+
+    with np.errstate(all="ignore"):
+        held = {node: fold(node, leaf, operator.add) for node in partials(before.start, before.stop, num_shards)}
+        if with_shards:
+            held |= {Node(shard, shard + 1): leaves[shard] for shard in before}
+        asked.clear()
+        nodes = partials(after.start, after.stop, num_shards)
+        taken, missing = reusable(nodes, held.keys())
+        for node in nodes:
+            alone = fold(node, leaves.__getitem__, operator.add)
+            np.testing.assert_array_equal(bits(fold(node, leaf, operator.add, held)), bits(alone))
+    assert tuple(asked) == missing
+    covered = [shard for node in taken for shard in range(*node)]
+    assert sorted([*covered, *missing]) == list(after)
+    if with_shards:
+        assert list(missing) == [shard for shard in after if shard not in before]
+    inside = [node for node in held if after.start <= node.start and node.stop <= after.stop]
+    assert set(covered) == {shard for node in inside for shard in range(*node)}
+
+
+def places(num_shards: int) -> st.SearchStrategy[tuple[int, int]]:
+    """A number of members, and the rank of one of them."""
+    return st.integers(1, num_shards).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1)))

@@ -14,7 +14,8 @@
 
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
 happens once, or every time if "always" is true; "after" says how often its place is passed before. `DISARM` names a
-mechanism that this worker is to be without, so that a test can show that its tests would notice.
+mechanism that this worker is to be without, so that a test can show that its tests would notice. With `NOTE_READS` the
+worker's log has a line for every training sample that its source was asked for.
 """
 
 import ctypes
@@ -42,6 +43,7 @@ from elastic_train.step.local import LocalProgram
 
 SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
+NOTES_READS = "NOTE_READS" in os.environ
 pending = [
     fault
     for fault in json.loads(os.environ.get("FAULTS", "[]"))
@@ -197,6 +199,8 @@ class Source:
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if NOTES_READS and self.where == "data":
+            print(f"read {index} after step {committed}", flush=True)
         if index == self.raising_sample:
             raise ValueError(f"sample {index} is broken")
         x = np.random.default_rng(index).standard_normal(8, dtype=np.float32)
