@@ -154,7 +154,7 @@ class Fault:
             require(is_slot, "slot", self.slot, "a worker that starts is no member: name its slot, or random")
 
     def _check_parameters(self) -> None:
-        for name, kind, default in (("duration_s", "stop", 1.0), ("factor", "slow", 10.0), ("num_steps", "slow", 20)):
+        for name, kind, default in (("duration_s", "stop", 1.0), ("factor", "slow", 10.0), ("num_steps", "slow", 50)):
             value = getattr(self, name)
             if self.kind != kind:
                 require(value is None, name, value, f"only a fault of kind {kind} has it")

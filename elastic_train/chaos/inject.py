@@ -18,6 +18,7 @@ from elastic_train.chaos import places
 from elastic_train.chaos.faults import Fault
 from elastic_train.chaos.orders import Order, Orders, Strike
 from elastic_train.membership.group import Identity, View
+from elastic_train.membership.stragglers import MIN_EXCESS_S
 from elastic_train.state import PyTree
 from elastic_train.trainer import Trainer
 
@@ -86,7 +87,8 @@ class Injector(places.Interference):
             return shard()
         started = time.monotonic()
         sums = jax.block_until_ready(shard())
-        time.sleep((factor - 1) * (time.monotonic() - started))
+        # Less than this would not count as slow: a shard of a small model takes a millisecond.
+        time.sleep(max((factor - 1) * (time.monotonic() - started), 2 * MIN_EXCESS_S))
         return sums
 
     def shard_params(self, params: PyTree) -> PyTree:

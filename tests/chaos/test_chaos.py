@@ -67,6 +67,61 @@ def test_faults_strike_where_the_file_says_and_the_record_of_them_strikes_there_
     assert [fault.as_table() for fault in parse_schedule(chaos.read_text()).faults] == expected
 
 
+QUIETER = """
+[[fault]]
+kind = "nonfinite"
+step = 10
+slot = 1
+
+[[fault]]
+kind = "flip"
+step = 20
+slot = 2
+
+[[fault]]
+kind = "slow"
+step = 22
+slot = 0
+
+[[fault]]
+kind = "endless"
+step = 80
+slot = "last"
+"""
+"""Nobody dies of these at once."""
+
+WATCHFUL = ("--set", "faults.keepalive_s=1.0", "faults.doubt_timeout_s=2.5", "faults.step_timeout_s=5.0")
+
+
+def test_wrong_numbers_slow_and_endless_workers_are_found_and_the_run_stays_exact(tmp_path):
+    """The flipped bit is found in the step at which it was flipped, before anything was trained on it."""
+    alone = plain_run(tmp_path / "alone", 90)
+    chaos = write(tmp_path / "chaos.toml", QUIETER)
+    options = ("--steps", "90", *WATCHFUL, "--set", "faults.fingerprint_every=20", "--chaos", str(chaos))
+    with Job(tmp_path / "run", FAULTY, *options, workers=3) as job:
+        assert job.finish() == 0, job.logs()
+        assert [(fault["kind"], fault["step"]) for fault in struck(job)] == [
+            ("nonfinite", 10),
+            ("flip", 20),
+            ("slow", 22),
+            ("endless", 80),
+        ], job.logs()
+        assert job.events("faults_missed") == []
+        (bad,) = job.events("gradient_not_finite")
+        assert (bad["step"], bad["slots"], bad["num_shards"], bad["action"]) == (10, [1], 1, "retry")
+        (differs,) = job.events("state_differs")
+        assert (differs["step"], differs["slots"], differs["num_key_paths"]) == (20, [2], 1)
+        assert [event["slots"] for event in job.events("state_repaired")] == [[2]]
+        (straggler,) = job.events("straggler")
+        assert straggler["slot"] == 0, job.logs()
+        (stuck,) = job.events("worker_stuck")
+        assert (stuck["slot"], stuck["phase"], stuck["rule"]) == (2, "compute", "works")
+        assert "in at" in (job.run_dir / stuck["log"]).read_text()
+        assert [event["slot"] for event in job.events("worker_died")] == [2]
+        assert job.summary["state_sha256"] == alone["state_sha256"]
+        assert job.processes_left() == []
+
+
 @pytest.mark.soak
 def test_those_who_come_back_are_struck_too(tmp_path):
     """Slot 1 is killed; its successor receives a flipped bit, which is found, and it receives again; slot 2 leaves,
