@@ -181,6 +181,10 @@ class BarrierTrace(Protocol):
     def exit(self, nodes: Collection[int] | None) -> None: ...
 
 
+class BarrierRefused(Exception):
+    """A barrier gave no answer. It refuses a worker that was declared dead; `__cause__` says what it said."""
+
+
 class LiveDevices:
     """JAX's `live_devices`, one fresh instance per epoch.
 
@@ -202,7 +206,7 @@ class LiveDevices:
         return {device.process_index: number for device, number in (self._live.devices or {}).items()}
 
     def run(self, body: Callable[[dict[int, int]], Any]) -> Any:
-        """Runs `body(incarnations at entry)` inside the block. Raises what `live_devices` raises."""
+        """Runs `body(incarnations at entry)` inside the block. Raises what `live_devices` does, and BarrierRefused."""
         answer = self._live.devices
         if answer is None:  # only the first entry is a barrier; later ones take the answer of the exit before
             self._trace.enter()
@@ -215,6 +219,10 @@ class LiveDevices:
                     return body(self.incarnations)
                 finally:
                     self._trace.enter()
+        except Exception as error:
+            if self._live.devices is answer:
+                raise BarrierRefused from error
+            raise
         finally:
             # Without a reply there is no new answer.
             self._trace.exit(None if self._live.devices is answer else self.incarnations)

@@ -166,6 +166,10 @@ def run_member(
         return error.exit_code
     except OwnCodeFails:
         return EXIT_USER_CODE
+    except jax_private.BarrierRefused as refused:
+        text = "the barrier lets this worker in no more, as it is with one that was declared dead"
+        print(f"elastic_train: leaving: slot {me.slot}: {text}: {refused.__cause__!r}", file=sys.stderr, flush=True)
+        return EXIT_REJOIN
     except Exception:
         # Ours, or the state is half updated: this worker is of no more use, but the others are.
         print(traceback.format_exc(), file=sys.stderr, flush=True)

@@ -56,12 +56,15 @@ def may_begin(
       planned: the faults.
       members: slots that have a member.
       workers: slots of the job.
-      max_down: how many slots may be without a member at once.
+      max_down: how many slots may be without a member at once. 0: every slot must have one, and one member stays,
+        whatever orders are left that wait for others (a donor's death waits for a joiner, who comes after a death).
       num_pending: members that will be lost to orders that nobody has carried out yet.
       is_settled: all workers that were struck and are to go have gone.
     """
-    down = workers - len(members) + num_pending + num_taken(planned.faults)
-    return is_settled and down <= max_down
+    missing, taken = workers - len(members), num_pending + num_taken(planned.faults)
+    if max_down == 0:
+        return is_settled and missing == 0 and taken < workers
+    return is_settled and missing + taken <= max_down
 
 
 class Conductor:

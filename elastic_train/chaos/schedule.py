@@ -213,8 +213,8 @@ class Schedule:
 
     @property
     def max_down(self) -> int:
-        """How many slots the faults that wait may leave without a member at once."""
-        return 1 if self.random is None else self.random.max_down
+        """How many slots the faults that wait may leave without a member at once; see `conductor.may_begin`."""
+        return 0 if self.random is None else self.random.max_down
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -287,7 +287,7 @@ def resolve(schedule: Schedule, workers: int, steps: int) -> tuple[Planned, ...]
             fix = f"the job has slots 0 to {workers - 1}; change it, or --workers"
             require(fault.slot < workers, f"fault {number}: slot", fault.slot, fix)
         if fault.step is not None:
-            require(fault.step < steps, f"fault {number}: step", fault.step, f"the job ends after step {steps}")
+            require(fault.step <= steps, f"fault {number}: step", fault.step, f"the job ends after step {steps}")
         if fault.slot == "random":
             fault = replace(fault, slot=chance.randrange(workers))
         planned.append(Planned((fault,), waits=schedule.patient))

@@ -117,13 +117,12 @@ class Link:
 
     # What this worker tells -----------------------------------------------------------------------
 
-    def hello(self, pid: int, host: str, config_digest: str, versions: str) -> None:
+    def hello(self, pid: int, host: str, versions: str) -> None:
         """Connects. Raises ElasticTrainError if the coordinator refuses, or does not answer within 30 s."""
         hello = control_pb2.Hello(
             identity=wire.identity_message(self.identity),
             pid=pid,
             host=host,
-            config_digest=config_digest,
             versions=versions,
         )
         self._messages.appendleft(control_pb2.FromWorker(hello=hello))

@@ -49,18 +49,16 @@ class FromWorker(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., view: _Optional[_Union[ViewChanged, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., noted: _Optional[_Union[Noted, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., set_aside: _Optional[_Union[SetAside, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("identity", "pid", "host", "config_digest", "versions")
+    __slots__ = ("identity", "pid", "host", "versions")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
-    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     pid: int
     host: str
-    config_digest: str
     versions: str
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., config_digest: _Optional[str] = ..., versions: _Optional[str] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., versions: _Optional[str] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("schema",)

@@ -413,7 +413,7 @@ class Coordinator:
         self._identities[stream] = identity
         self._deserted.clear()
         stream.send(control_pb2.ToWorker(welcome=self._checkpoints.welcome()))
-        self._apply(r.Hello(identity, hello.pid, hello.host, hello.config_digest), versions=hello.versions)
+        self._apply(r.Hello(identity, hello.pid, hello.host), versions=hello.versions)
         # One that was told to exit gets no place here: nothing that is meant for its node, or needs it, concerns it.
         if self.roster.is_living(identity):
             self._workers[identity.node] = stream
@@ -503,9 +503,7 @@ class Coordinator:
         """Says who is where if no step has committed for long, and looks again later."""
         quiet_s = self._reports.quiet_s
         view = self.roster.view
-        if not view.members or self._end is not None:
-            self._reports.rest()
-        elif quiet_s >= self._stall_note_s:
+        if view.members and self._end is None and quiet_s >= self._stall_note_s:
             phases = self._reports.phases(view)
             where = ", ".join(f"slot {slot} in {phase or 'no phase yet'}" for slot, phase in phases.items())
             self._note(
@@ -519,6 +517,8 @@ class Coordinator:
         self._loop.after("stall", max(0.0, self._stall_note_s - quiet_s), self._note_stall)
 
     def _look(self) -> None:
+        if not self.roster.view.members:
+            self._reports.rest()  # nobody could commit a step
         if self._end is None:
             self._watch.look(self.roster)
             self._paces.look(self.roster)

@@ -55,7 +55,6 @@ class Checked:
     Attributes:
       trainer: name of the trainer class.
       config_toml: the resolved config.
-      config_digest: its digest; equal on all workers.
       steps, log_every, tensorboard, deterministic, faults: from the config.
       shards: into how many a batch of that many workers is cut.
       resume: where the run goes on; None if a new one begins.
@@ -63,7 +62,6 @@ class Checked:
 
     trainer: str
     config_toml: str
-    config_digest: str
     steps: int
     log_every: int
     tensorboard: bool
@@ -133,7 +131,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
     """
     from elastic_train import jax_private
     from elastic_train.checkpoint.planning import plan
-    from elastic_train.config_files import config_digest, resolve, to_toml, to_values
+    from elastic_train.config_files import resolve, to_toml, to_values
     from elastic_train.launch.recipe import config_class_of, load_recipe
     from elastic_train.telemetry.trackers import check_trackers
 
@@ -166,7 +164,6 @@ def inspect_recipe(request: CheckRequest) -> Checked:
     return Checked(
         trainer=trainer.__name__,
         config_toml=toml,
-        config_digest=config_digest(config),
         steps=config.steps,
         log_every=config.log_every,
         tensorboard=config.tensorboard,

@@ -43,7 +43,6 @@ class JobSettings:
       run_dir: the run directory.
       recipe: as `load_recipe` takes it.
       config_file: the resolved config, TOML.
-      config_digest: its digest, so that the coordinator can refuse a worker with another config.
       platform: "cpu" or "cuda".
       keepalive_s: of the control connection.
       heartbeat_timeout_s: of JAX's coordination service.
@@ -58,7 +57,6 @@ class JobSettings:
     run_dir: Path
     recipe: str
     config_file: Path
-    config_digest: str
     platform: str
     keepalive_s: float
     heartbeat_timeout_s: float

@@ -118,7 +118,6 @@ def job_settings(
         run_dir=run_dir,
         recipe=options.recipe,
         config_file=run_dir / "config.toml",
-        config_digest=checked.config_digest,
         platform=platform,
         keepalive_s=checked.faults.keepalive_s,
         heartbeat_timeout_s=checked.faults.jax_heartbeat_timeout_s,

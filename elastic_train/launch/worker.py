@@ -73,7 +73,6 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
             link.hello,
             pid=os.getpid(),
             host=socket.gethostname(),
-            config_digest=job.config_digest,
             versions=" ".join(f"{name} {version}" for name, version in versions().items()),
         )
         from elastic_train import member

@@ -16,7 +16,7 @@ import numpy as np
 
 from elastic_train.config import FaultConfig
 from elastic_train.errors import EXIT_REJOIN
-from elastic_train.jax_private import BarrierTrace, LiveDevices, fail_gloo_meeting
+from elastic_train.jax_private import BarrierRefused, BarrierTrace, LiveDevices, fail_gloo_meeting
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import (
     VOTE_SIZE,
@@ -198,6 +198,8 @@ class Group:
 
         Returns:
           The verdict, and the result (None unless everybody took part).
+
+        Raises BarrierRefused: this worker was declared dead.
         """
         before: dict[int, int] = {}
         outcome: list[Any] = []
@@ -226,6 +228,9 @@ class Group:
         error = None
         try:
             self._block.run(guarded)
+        except BarrierRefused:
+            self._trace.concluded("fenced", None, step)
+            raise
         except Exception as raised:
             error = raised
         finally:

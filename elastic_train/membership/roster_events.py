@@ -42,7 +42,6 @@ class Hello:
     identity: Identity
     pid: int
     host: str
-    config_digest: str
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Fault:
       began: Unix time at which the agent saw the exit, or the raise was noted. Nobody sees when a worker falls
         silent; for one that did, it is the time of the last commit before, and a median step more.
       cause: "raised" if a worker exited because its code kept raising, "refused" if because it ran something else than
-        the members, else None.
+        the members, "skipped" if a step was skipped because of it, else None.
       detect_s: from `began` until the members were told, or until it was noted where there was nobody to tell.
       rebuild_s: how long it took to compile and connect the next members' programs.
       heal_s: how long it took until all of them had the state.
@@ -122,7 +122,9 @@ def find_faults(
         elif name == "user_code_failed":
             faults.append(_retried("raised", event["slot"], event, commits))
         elif name == "gradient_not_finite":
-            faults += [_retried("nonfinite", slot, event, commits) for slot in event["slots"] or [None]]
+            skipped = "skipped" if event["action"] == "skip" else None
+            found = [_retried("nonfinite", slot, event, commits) for slot in event["slots"] or [None]]
+            faults += [replace(fault, cause=skipped) for fault in found]
         elif name == "state_differs" and event.get("why") != "transfer":
             faults += [_retried("differs", slot, event, commits) for slot in event["slots"]]
         elif name == "worker_died":

@@ -82,6 +82,8 @@ def _fault(group: Sequence[Mapping[str, Any]]) -> str:
         times = f" {len(group)} times" if len(group) > 1 else ""
         longest = max((fault["total_s"] for fault in group if fault["total_s"] is not None), default=None)
         cost = "" if longest is None else f", {_seconds(longest)} until it committed"
+        if last.get("cause") == "skipped":
+            cost = ": the step was skipped"
         if last["kind"] == "raised" and not cost:
             return f"worker {last['slot']} raised an exception{place}{times}"  # in the last step's hook, or at the end
         who = f"worker {last['slot']}"

@@ -16,7 +16,7 @@ def main() -> None:
         raise SystemExit(f"the client must not import {loaded}")
     link = Link(address, secret, Identity(node, 0, node), keepalive_s)
     link.on_lost = lambda reason: print("lost", reason, flush=True)
-    link.hello(1, "here", "digest", "versions")
+    link.hello(1, "here", "versions")
     print("connected", flush=True)
     sys.stdin.read()
     link.close()

@@ -96,7 +96,7 @@ class Job:
 
     def _apply(self, roster: Roster, event: r.Event) -> tuple[Roster, list[r.Action]]:
         match event:
-            case r.Hello(identity, pid, host, _):
+            case r.Hello(identity, pid, host):
                 worker = Worker(identity, "here", WorkerState.WARMING, pid, host)
                 roster = dataclasses.replace(roster, workers={**roster.workers, identity.slot: worker})
             case r.Viewed(_, view, _):
@@ -136,8 +136,8 @@ class Job:
 
     def link(self, node: int) -> Link:
         link = self.new_link(node)
-        link.hello(1000 + node, "here", "digest", "versions")
-        self.events.expect(r.Hello(link.identity, 1000 + node, "here", "digest"))
+        link.hello(1000 + node, "here", "versions")
+        self.events.expect(r.Hello(link.identity, 1000 + node, "here"))
         return link
 
     def agent(self, *slots: int, id: str = "") -> Agent:
@@ -318,7 +318,7 @@ def test_sixty_four_workers_hear_of_a_death() -> None:
 
 def test_a_wrong_secret_is_refused_and_health_needs_none(job: Job) -> None:
     with pytest.raises(ElasticTrainError, match=r"UNAUTHENTICATED: this coordinator belongs to another job"):
-        job.new_link(1, secret="guess").hello(1, "here", "digest", "versions")
+        job.new_link(1, secret="guess").hello(1, "here", "versions")
     with grpc.insecure_channel(job.coordinator.address) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         for metadata in (None, wire.secret_metadata("guess")):
@@ -489,7 +489,7 @@ def test_an_agent_says_that_it_leaves(job: Job) -> None:
 def test_nobody_can_pass_for_a_connected_worker(job: Job) -> None:
     job.link(1)
     with pytest.raises(ElasticTrainError, match="ALREADY_EXISTS"):
-        job.new_link(1).hello(2, "elsewhere", "digest", "versions")
+        job.new_link(1).hello(2, "elsewhere", "versions")
 
 
 def test_stop_is_asked_for_twice_and_the_end_reaches_everybody(job: Job) -> None:
@@ -569,6 +569,16 @@ def test_a_quiet_job_says_where_everybody_is() -> None:
         job.close()
 
 
+def test_a_group_that_forms_late_has_not_been_quiet(job: Job) -> None:
+    """Without members nobody could commit a step: the clock starts with the first group."""
+    reports = job.coordinator._reports
+    reports._quiet_since -= 1000.0
+    deadline = time.monotonic() + PATIENCE_S
+    while reports.quiet_s > 900.0:
+        assert time.monotonic() < deadline, "the time without members counts"
+        time.sleep(0.01)
+
+
 def test_a_failing_roster_ends_the_job(job: Job) -> None:
     agent = job.agent(0)
     job.answers[r.Ready] = lambda _: [1 / 0]
@@ -631,7 +641,7 @@ def test_the_coordinator_stays_small_and_without_jax() -> None:
         address = process.stdout.readline().strip()
         links = [Link(address, SECRET, Identity(node - 1, 0, node), 5.0) for node in (1, 2, 3, 4)]
         for link in links:
-            link.hello(1, "here", "digest", "versions")
+            link.hello(1, "here", "versions")
         print(file=process.stdin, flush=True)
         rss_bytes, jax_imported = process.stdout.readline().split()
         print(f"coordinator with 4 workers and 256 node ids: {int(rss_bytes) / 2**20:.0f} MiB")

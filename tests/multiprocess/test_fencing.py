@@ -54,7 +54,7 @@ class RealJob(Job):
         link = Link(self.coordinator.address, "only this job knows", identity, keepalive_s=5.0)
         self._links.append(link)
         worker = Worker(link)
-        link.hello(1, "here", "digest", "versions")
+        link.hello(1, "here", "versions")
         return worker
 
     def members(self, identities: list[Identity]) -> list[Worker]:

@@ -283,7 +283,7 @@ class Cluster:
         queue = self.up[process.identity.node]
         if process.phase == "starting":
             process.phase = "warming"
-            queue.append(Hello(process.identity, 1000 + process.identity.node, "host", "digest"))
+            queue.append(Hello(process.identity, 1000 + process.identity.node, "host"))
         elif self.fails_at_start:
             queue.append(Failed(process.identity, 0, True, True, f"Traceback of slot {process.identity.slot}"))
             self.die(process, 1)

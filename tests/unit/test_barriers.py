@@ -10,7 +10,7 @@ import pytest
 
 from elastic_train.cli import main
 from elastic_train.errors import UsageError
-from elastic_train.jax_private import LiveDevices
+from elastic_train.jax_private import BarrierRefused, LiveDevices
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.semantics import Enter, Exit, Fail
 from elastic_train.telemetry import blocks as blocks_module
@@ -271,11 +271,19 @@ def test_a_refused_request_is_an_exit_without_a_list(answers: list[object]) -> N
     calls = Calls()
     block = LiveDevices([one], calls)
     answers += [RuntimeError("not connected")]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(BarrierRefused) as refused:
         block.run(lambda _: None)
+    assert "not connected" in str(refused.value.__cause__)
     assert calls.seen == ["enter", None]
     calls.seen.clear()
     answers += [{one: 7}, RuntimeError("not connected")]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(BarrierRefused):
         block.run(lambda _: None)
     assert calls.seen == ["enter", [1], "enter", None]
+
+
+def test_what_a_body_raises_is_no_refusal(answers: list[object]) -> None:
+    one = Device(1)
+    answers += [{one: 7}, {one: 7}]
+    with pytest.raises(ZeroDivisionError):
+        LiveDevices([one], Calls()).run(lambda _: 1 / 0)

@@ -66,7 +66,7 @@ def test_wrong_files(text: str, message: str) -> None:
     ("text", "message"),
     [
         (KILL, "fault 1: slot = 1: the job has slots 0 to 0"),
-        (KILL.replace("slot = 1", "slot = 0").replace("20", "100"), "fault 1: step = 100: the job ends after step 100"),
+        (KILL.replace("slot = 1", "slot = 0").replace("20", "101"), "fault 1: step = 101: the job ends after step 100"),
         (RANDOM, "random: max_down = 1: a job of 1 workers survives at most 0"),
     ],
 )
@@ -74,6 +74,12 @@ def test_files_that_do_not_fit_the_job(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as raised:
         resolve(parse_schedule(text), workers=1, steps=100)
     assert message in str(raised.value)
+
+
+def test_what_struck_after_the_last_step_can_be_replayed() -> None:
+    """As the record of a run says of a hook after the last commit."""
+    text = KILL.replace("slot = 1", "slot = 0").replace("20", "100")
+    assert [planned.step for planned in resolve(parse_schedule(text), workers=1, steps=100)] == [100]
 
 
 @pytest.mark.parametrize(("every_s", "until_s"), [("1e-300", "1e300"), ("0.001", "1e9")])

@@ -61,7 +61,6 @@ def test_hands_back_what_the_job_needs(recipe: str, tmp_path: Path) -> None:
     assert (found.trainer, found.steps, found.log_every) == ("Small", 9, 5)
     assert found.faults.max_restarts == 4
     assert "batch_size = 32" in found.config_toml
-    assert found.config_digest == inspect_recipe(request).config_digest
 
 
 def test_jax_already_initialised(recipe: str, jax: ModuleType) -> None:
@@ -100,7 +99,6 @@ def test_shards_to_expect(recipe: str) -> None:
 def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
         "trainer": "T",
-        "config_digest": "d",
         "steps": 1,
         "log_every": 1,
         "tensorboard": False,

@@ -150,6 +150,37 @@ def test_patient_faults_wait_until_every_slot_has_a_member(job: ToldJob, tmp_pat
     assert [fault.where for fault in orders(tmp_path)] == ["exchange", "barrier"]
 
 
+def test_a_patient_donor_kill_does_not_block_the_fault_that_gives_it_a_joiner(job: ToldJob, tmp_path: Path) -> None:
+    text = """
+        patient = true
+        [[fault]]
+        kind = "kill"
+        step = 10
+        slot = "donor"
+        where = "heal"
+        [[fault]]
+        kind = "kill"
+        step = 20
+        slot = 1
+        where = "exchange"
+    """
+    playing = conductor(job, tmp_path, text)
+    job.step = 30
+    playing.tick()
+    playing.tick()
+    assert [fault.where for fault in orders(tmp_path)] == ["heal", "exchange"]
+
+
+def test_patient_faults_leave_one_member(job: ToldJob, tmp_path: Path) -> None:
+    """Four donors may not be killed one by one without a joiner that has received the state."""
+    donor = '[[fault]]\nkind = "kill"\nstep = 10\nslot = "donor"\nwhere = "heal"\n'
+    playing = conductor(job, tmp_path, f"patient = true\n{donor * 4}")
+    job.step = 30
+    for _ in range(5):
+        playing.tick()
+    assert len(orders(tmp_path)) == 3
+
+
 def test_drawn_faults_wait_until_the_job_can_bear_them(job: ToldJob, tmp_path: Path) -> None:
     text = "[random]\nevery_steps = 10\nuntil_step = 20\njitter = 0.0\nkinds = { kill_starting = 1 }"
     playing = conductor(job, tmp_path, text)

@@ -20,7 +20,6 @@ def job(platform: str = "cpu") -> JobSettings:
         run_dir=Path("/runs/a b"),
         recipe="recipes.linear",
         config_file=Path("/runs/a b/config.toml"),
-        config_digest="0123abcd",
         platform=platform,
         keepalive_s=2.5,
         heartbeat_timeout_s=60.0,

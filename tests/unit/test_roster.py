@@ -78,7 +78,7 @@ def started(limits: Limits = LIMITS) -> Roster:
     """All three workers are warming."""
     roster = apply(Roster(limits), AgentJoined("host", (0, 1, 2)))[0]
     for worker in (A, B, C):
-        roster, _ = play(roster, Started(worker, 100), Hello(worker, 100, "host", "digest"))
+        roster, _ = play(roster, Started(worker, 100), Hello(worker, 100, "host"))
     return roster
 
 
@@ -91,7 +91,7 @@ def with_joiner(roster: Roster) -> tuple[Roster, Identity]:
     """C died, the others went on, and its next start is ready."""
     roster, _ = play(roster, Exited(C, -9, ""), Viewed(A, View(2, (A, B)), 5), TimerOver("restart/2"))
     joiner = roster.workers[2].identity
-    return play(roster, Hello(joiner, 1, "host", "digest"), Ready(joiner))[0], joiner
+    return play(roster, Hello(joiner, 1, "host"), Ready(joiner))[0], joiner
 
 
 # Starting -------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def two_hosts() -> Roster:
     """Slots 0 and 1 on one host, 2 on the other; all are members."""
     roster, _ = play(Roster(LIMITS), AgentJoined("one", (0, 1)), AgentJoined("two", (2,)))
     for worker in (A, B, C):
-        roster, _ = play(roster, Started(worker, 100), Hello(worker, 100, "host", "digest"), Ready(worker))
+        roster, _ = play(roster, Started(worker, 100), Hello(worker, 100, "host"), Ready(worker))
     return roster
 
 
@@ -166,7 +166,7 @@ def test_a_standby_follows_an_agent_that_leaves_once_its_workers_are_gone() -> N
 
 
 def test_workers_that_are_no_members_are_killed_when_their_agent_leaves() -> None:
-    roster, _ = play(Roster(LIMITS), AgentJoined("one", (0, 1, 2)), Started(A, 1), Hello(A, 1, "h", "d"), Ready(A))
+    roster, _ = play(Roster(LIMITS), AgentJoined("one", (0, 1, 2)), Started(A, 1), Hello(A, 1, "h"), Ready(A))
     _, actions = play(roster, AgentLeaving("one", "SIGTERM"))
     assert [action.identity for action in those(actions, Kill)] == [A, B, C]
 
@@ -185,7 +185,7 @@ def test_a_worker_goes_from_starting_to_member() -> None:
     assert roster.workers[0].state is WorkerState.STARTING
     roster, actions = play(roster, Started(A, 17))
     assert quiet(actions) == [SetTimer("start/0/0", 600.0)]
-    roster, _ = play(roster, Hello(A, 17, "host", "digest"))
+    roster, _ = play(roster, Hello(A, 17, "host"))
     assert roster.workers[0].state is WorkerState.WARMING
     roster, actions = play(roster, Ready(A))
     assert roster.workers[0].state is WorkerState.MEMBER
@@ -194,7 +194,7 @@ def test_a_worker_goes_from_starting_to_member() -> None:
 
 def test_a_hello_may_overtake_started() -> None:
     roster, actions = play(
-        Roster(LIMITS), AgentJoined("host", (0,)), Hello(A, 17, "host", "d"), Ready(A), Started(A, 17)
+        Roster(LIMITS), AgentJoined("host", (0,)), Hello(A, 17, "host"), Ready(A), Started(A, 17)
     )
     assert roster.workers[0].state is WorkerState.READY
     assert quiet(actions) == []
@@ -213,7 +213,7 @@ def test_a_worker_that_takes_too_long_to_start_is_killed() -> None:
 def test_events_of_an_old_incarnation() -> None:
     roster, _ = play(training(), Exited(C, -9, ""), TimerOver("restart/2"))
     view = View(9, (A, C))
-    told = (Hello(C, 1, "h", "d"), Ready(C), Viewed(C, view, 1), Stepped(C, 1), Finished(C, "done"))
+    told = (Hello(C, 1, "h"), Ready(C), Viewed(C, view, 1), Stepped(C, 1), Finished(C, "done"))
     for event in told:
         after, actions = apply(roster, event)
         assert after == roster
@@ -274,7 +274,7 @@ def test_a_slot_that_was_given_up_is_not_waited_for() -> None:
 def test_a_ready_joiner_is_announced_and_told_once_the_members_have_agreed() -> None:
     roster, _ = play(training(), Exited(C, -9, ""), Viewed(A, View(2, (A, B)), 5), TimerOver("restart/2"))
     joiner = Identity(2, 1, 4)
-    roster, actions = play(roster, Hello(joiner, 1, "host", "d"), Ready(joiner))
+    roster, actions = play(roster, Hello(joiner, 1, "host"), Ready(joiner))
     assert quiet(actions) == [Announce((1, 2), (joiner,))], "and no grace timer: there are members"
     view = View(3, (A, B, joiner))
     roster, actions = play(roster, Viewed(B, view, 9))
@@ -615,7 +615,7 @@ def test_a_joiner_that_differs_never_is_a_candidate() -> None:
     roster, actions = play(roster, Exited(C, -9, ""), TimerOver("restart/2"))
     (start,) = those(actions, Start)
     joiner = start.identity
-    roster, actions = play(roster, Hello(joiner, 1, "host", "d"), Ready(joiner, EDITED))
+    roster, actions = play(roster, Hello(joiner, 1, "host"), Ready(joiner, EDITED))
     assert those(actions, Announce) == []
     (refusal,) = those(actions, RefuseWorker)
     assert refusal.identity == joiner and "code/recipe.py: aa with the members, bb here" in refusal.reason
@@ -625,13 +625,13 @@ def test_a_joiner_that_differs_never_is_a_candidate() -> None:
     roster, actions = play(roster, Exited(joiner, 75, ""), TimerOver("restart/2"))
     assert roster.slots[2].failures == 2  # it has a budget, as after any failure
     (start,) = those(actions, Start)
-    roster, actions = play(roster, Hello(start.identity, 1, "host", "d"), Ready(start.identity, EDITED))
+    roster, actions = play(roster, Hello(start.identity, 1, "host"), Ready(start.identity, EDITED))
     assert notes(actions)["worker_refused"].show.endswith("was refused again, as before")
     roster, actions = play(roster, TimerOver(f"leave/2/{start.identity.incarnation}"))
     assert "slot 2 was refused 30 s ago and has not exited" in those(actions, Kill)[0].reason
     roster, actions = play(roster, Exited(start.identity, -9, ""), TimerOver("restart/2"))
     (start,) = those(actions, Start)
-    _, actions = play(roster, Hello(start.identity, 1, "host", "d"), Ready(start.identity, SCHEMA))
+    _, actions = play(roster, Hello(start.identity, 1, "host"), Ready(start.identity, SCHEMA))
     assert those(actions, Announce)[-1].joiners == (start.identity,)
 
 
@@ -701,6 +701,6 @@ def test_a_job_that_goes_on_counts_epochs_and_starts_on_but_not_nodes() -> None:
     roster, actions = play(roster, AgentJoined("host", (0, 1, 2)))
     workers = [start.identity for start in those(actions, Start)]
     assert workers == [Identity(0, 2, 1), Identity(1, 1, 2), Identity(2, 0, 3)]
-    roster, actions = play(roster, *(event for w in workers for event in (Started(w, 1), Hello(w, 1, "h", "d"))))
+    roster, actions = play(roster, *(event for w in workers for event in (Started(w, 1), Hello(w, 1, "h"))))
     roster, actions = play(roster, *map(Ready, workers))
     assert those(actions, Form)[0].view.epoch == 8

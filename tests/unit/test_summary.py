@@ -379,7 +379,7 @@ def test_gradients_that_are_not_finite_and_states_that_differ_are_faults():
     assert lines == [
         "fault       the gradient of worker 1 was not finite after step 4, 0.50 s until it committed",
         "fault       the gradient of worker 2 was not finite after step 4, 0.50 s until it committed",
-        "fault       the gradient summed over all workers was not finite after step 6, 1.00 s until it committed",
+        "fault       the gradient summed over all workers was not finite after step 6: the step was skipped",
         "fault       worker 0 held another state after step 7 and was healed, 0.75 s until it committed",
         "fault       worker 2 raised an exception after step 10",
     ]
