@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +69,7 @@ def may_begin(
 
 
 class Conductor:
-    """Carries out a schedule. `tick` is called several times a second by one thread.
+    """Carries out a schedule. `tick` is called several times a second by one thread, `finish` by any.
 
     Args:
       planned: all faults.
@@ -101,13 +102,20 @@ class Conductor:
         self._strikes: dict[str, Strike] = {}
         self._to_wake: list[tuple[float, Identity]] = []
         self._first_step_at: float | None = None
+        self._lock = threading.Lock()
+        self._finished = False
         # Workers know their step better than this process: they get these at once, and strike exactly there.
         for each in [each for each in self._written if _is_exact(each.faults[0])]:
             self._written.remove(each)
             self._give(each, None)
 
     def tick(self) -> None:
-        """Does what is due now."""
+        """Does what is due now; nothing once it has finished."""
+        with self._lock:
+            if not self._finished:
+                self._tick()
+
+    def _tick(self) -> None:
         now = self._clock()
         step = self._job.step
         if self._first_step_at is None and step > 0:
@@ -131,7 +139,13 @@ class Conductor:
             self._strike_from_outside(given, step, now)
 
     def finish(self) -> None:
-        """Notes the last strikes, and the faults that found no occasion."""
+        """Notes the last strikes, and the faults that found no occasion. Does nothing the second time."""
+        with self._lock:
+            if not self._finished:
+                self._finished = True
+                self._tell_missed()
+
+    def _tell_missed(self) -> None:
         self._collect()
         missed = [given.order.fault for given in self._given.values() if given.strike is None]
         missed += [fault for each in (*self._written, *self._waiting) for fault in each.faults]

@@ -136,6 +136,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             if schedule is not None:  # before a worker looks for its orders
                 chaos = _UnderChaos(coordinator, records)
                 conductor = Conductor(planned, workers, schedule.max_down, run_dir / "chaos", chaos)
+                job.conductor = conductor
             agent = start_agent(
                 stack,
                 settings,
@@ -152,8 +153,6 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         else:
             display.note(_how_to_join(coordinator.address, options, run_dir))
         end = _watch(coordinator, agent, display, signals, conductor)
-        if conductor is not None:
-            conductor.finish()
         if agent is not None:
             agent.wait(END_LIMIT_S)
         coordinator.wait_left(OTHER_HOSTS_LIMIT_S)
@@ -162,12 +161,18 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
 
 
 class _JobRecords:
-    """Where the coordinator writes: the run directory, and what of it is shown."""
+    """Where the coordinator writes: the run directory, and what of it is shown.
+
+    Attributes:
+      summary: the content of summary.json, once it is written.
+      conductor: has the last word on injected faults before that.
+    """
 
     def __init__(self, records: RunDirectory, display: Display) -> None:
         self._records = records
         self._display = display
         self.summary: dict[str, Any] | None = None
+        self.conductor: Conductor | None = None
 
     @property
     def flushed_step(self) -> int:
@@ -197,6 +202,8 @@ class _JobRecords:
 
     def end(self, end: End, finished: Mapping[int, control_pb2.Finished]) -> None:
         """Writes the summary. The final state is that of the lowest slot among those that went furthest."""
+        if self.conductor is not None:
+            self.conductor.finish()
         about: dict[str, Any] = {
             "status": end.status,
             "exit_code": end.exit_code,

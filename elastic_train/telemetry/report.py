@@ -49,6 +49,7 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
         lines.append(_line("resumed", "once" if resumes == 1 else f"{resumes} times"))
     lines += _faults(summary["faults"])
     lines += _rejoins(summary["rejoins"])
+    lines += [_line("not tried", missed_fault(fault)) for fault in summary.get("faults_missed", ())]
     lines.append(_line("lost", _lost(summary)))
     if summary["params_sha256"]:
         state = f", state {summary['state_sha256'][:12]}" if summary["state_sha256"] else ""
@@ -122,6 +123,14 @@ def _rejoins(rejoins: Sequence[Mapping[str, Any]]) -> list[str]:
             text += f"; {_seconds(rejoin['start_to_member_s'])} from its start"
         lines.append(_line("rejoin", text))
     return lines
+
+
+def missed_fault(fault: Mapping[str, Any]) -> str:
+    """A fault of a chaos file that found no occasion."""
+    due = f"step {fault['step']}" if "step" in fault else f"{fault['after_s']:g} s after the first step"
+    slot = f"slot {fault['slot']}" if isinstance(fault["slot"], int) else f"the {fault['slot']} slot"
+    where = fault.get("where", "anywhere")
+    return f"the fault {fault['kind']} ({slot}, {where}, due at {due}) found no occasion before the end"
 
 
 def _lost(summary: Mapping[str, Any]) -> str:

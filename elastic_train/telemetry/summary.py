@@ -51,7 +51,8 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
 
     `wall_s` is the time in which the job ran, that between its parts left out. `final_loss` is the training loss
     of the last step, whether it was logged or not. `message` is one sentence;
-    `traceback` is the first one of the user's code, if the job failed.
+    `traceback` is the first one of the user's code, if the job failed. `faults_missed` are faults that `--chaos` was to
+    inject and that found no occasion, as in a chaos file.
 
     Args:
       events: lines of events.jsonl.
@@ -87,6 +88,7 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
         "steps_lost": steps_lost,
         "faults": [fault.as_json() for fault in faults],
         "rejoins": [rejoin.as_json() for rejoin in rejoins],
+        "faults_missed": [fault for e in events if e["event"] == "faults_missed" for fault in e["faults"]],
         "versions": end.get("versions", {}),
     }
 

@@ -157,3 +157,5 @@ def test_faults_that_found_no_occasion_are_told(tmp_path):
         assert job.finish() == 0, job.logs()
         ((missed,),) = [event["faults"] for event in job.events("faults_missed")]
         assert missed == {"kind": "kill", "where": "heal", "step": 5, "slot": 0}
+        assert job.summary["faults_missed"] == [missed]
+        assert "not tried   the fault kill (slot 0, heal, due at step 5) found no occasion" in job.output

@@ -218,6 +218,10 @@ def test_what_found_no_occasion_is_told(job: ToldJob, tmp_path: Path) -> None:
     ((missed),) = job.events
     assert missed["event"] == "faults_missed"
     assert [fault["kind"] for fault in missed["faults"]] == ["kill", "leave"]
+    job.step = 500
+    playing.tick()
+    playing.finish()
+    assert job.signals == [] and job.events == [missed]
 
 
 def test_one_order_strikes_one_worker_and_is_on_record_first(job: ToldJob, tmp_path: Path) -> None:

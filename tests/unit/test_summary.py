@@ -385,6 +385,27 @@ def test_gradients_that_are_not_finite_and_states_that_differ_are_faults():
     ]
 
 
+def test_injected_faults_that_found_no_occasion_are_told():
+    events = [
+        {
+            "event": "faults_missed",
+            "time": 9.0,
+            "faults": [
+                {"kind": "kill", "where": "heal", "step": 5, "slot": 0},
+                {"kind": "leave", "where": "anywhere", "after_s": 90.0, "slot": "first"},
+            ],
+        }
+    ]
+    summary = summarize(events, [commit(1, 1.0)], END)
+    assert summary["faults_missed"] == events[0]["faults"]
+    lines = [line for line in format_summary(summary, Path("r")).splitlines() if line.startswith("not tried")]
+    assert lines == [
+        "not tried   the fault kill (slot 0, heal, due at step 5) found no occasion before the end",
+        "not tried   the fault leave (the first slot, anywhere, due at 90 s after the first step) found no occasion "
+        "before the end",
+    ]
+
+
 def test_report_of_a_quiet_run():
     text = format_summary(summarize([], [commit(1, 1.0)], {**END, "time": 7300.0}), Path("r"))
     assert "faults      none" in text and "lost        nothing" in text
