@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import sys
 import threading
 import time
@@ -60,36 +63,61 @@ class Coordinator(Outside, Protocol):
     def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool: ...
 
 
-def share_compiled_programs(directory: Path, me: Identity, *, wait: bool) -> None:
-    """Keeps compiled programs where the workers to come find them. Call it before anything is compiled.
+class CompiledPrograms:
+    """Compiled programs, kept where the workers to come find them.
 
-    Slot 0's workers write, all others only read.
+    One worker writes, the first that takes the lock on `writer` in the directory; all others only read. The kernel
+    gives the lock back when that worker is gone, and the next one that starts, or waits, takes it.
 
     Args:
       directory: in the run directory.
       me: this worker.
-      wait: whether to wait until slot 0 has compiled everything once. Autotuning may choose other kernels in each
-        process; if all are to compute the same bits, all must run what one of them has chosen.
     """
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if me.slot == 0:
-        jax_private.write_compilation_cache()
-    elif wait:
+
+    def __init__(self, directory: Path, me: Identity) -> None:
+        self._directory, self._me = directory, me
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(directory / "writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._writes = False
+
+    def share(self, *, wait: bool) -> None:
+        """Call it before anything is compiled.
+
+        Args:
+          wait: whether to wait until the one that writes has compiled everything once. Autotuning may choose other
+            kernels in each process; if all are to compute the same bits, all must run what one of them has chosen.
+        """
+        jax.config.update("jax_compilation_cache_dir", str(self._directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         said = time.monotonic()
         # No limit of its own: the coordinator ends a worker that is not ready within `start_timeout_s`.
-        while not (directory / COMPLETE).exists():
+        while not self._take() and wait and not (self._directory / COMPLETE).exists():
             time.sleep(0.1)
             if time.monotonic() - said > REPORT_S:
                 said = time.monotonic()
-                print(f"slot {me.slot}: waiting for slot 0 to compile the programs", file=sys.stderr, flush=True)
+                text = f"slot {self._me.slot}: waiting for {self._writer()} to compile the programs"
+                print(text, file=sys.stderr, flush=True)
 
+    def complete(self) -> None:
+        """Everything that a worker needs to be ready is compiled: lets go those that wait in `share`."""
+        if self._writes:
+            (self._directory / COMPLETE).touch()
 
-def programs_are_complete(directory: Path, me: Identity) -> None:
-    """Tells the workers that wait in `share_compiled_programs`."""
-    if me.slot == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / COMPLETE).touch()
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            return False
+        os.truncate(self._lock, 0)
+        os.pwrite(self._lock, f"slot {self._me.slot}'s worker".encode(), 0)
+        jax_private.write_compilation_cache()
+        self._writes = True
+        return True
+
+    def _writer(self) -> str:
+        return os.pread(self._lock, 100, 0).decode() or "another worker"
 
 
 def prepare_member(

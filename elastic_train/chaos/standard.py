@@ -2,7 +2,7 @@
 
 The schedule kills a worker in the exchange and the one of slot 0 between exchange and commit, raises an exception,
 stops a worker for longer than any deadline and asks one to leave. Each fault waits for the workers lost before to be
-back; the number of steps between two faults is chosen so that it need not wait long.
+back, however long that takes; only the length of the run is chosen by the pace of another one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from elastic_train.chaos.faults import Fault
 from elastic_train.chaos.schedule import LONG_STOP_S
 from elastic_train.chaos.throughput import Kept, calm_step_times, throughput_kept
 from elastic_train.data.ledger import Report
+from elastic_train.telemetry.barriers import BarrierReport
 from elastic_train.telemetry.compare import Comparison
 from elastic_train.telemetry.faults import moment
+from elastic_train.telemetry.report import missed_fault
 
 Line = Mapping[str, Any]
 
@@ -28,7 +30,13 @@ SPARE = 1.25
 """How much longer a worker may take to come back than those of the first group took to start."""
 
 SHARE_OF_GAP = 0.1
-"""What a fault that costs no worker is apart from the next one, as a share of what other faults are."""
+"""What two faults are apart at least, as a share of the steps in which a worker comes back."""
+
+
+NOT_COMPARABLE = (
+    'not promised: with batch_policy = "per_worker" the batch, and with it the result, depends on how many members '
+    "there are"
+)
 
 
 @dataclass(frozen=True)
@@ -59,26 +67,40 @@ def pace(events: Sequence[Line], commits: Sequence[Line]) -> Pace:
 
 
 def standard_faults(workers: int, gap: int) -> tuple[Fault, ...]:
-    """The faults, in the order of their steps; faults that cost a worker are `gap` steps apart."""
-    small = max(1, round(gap * SHARE_OF_GAP))
-    last, step = workers - 1, FIRST_STEP
-    faults = []
-    for kind, where, slot, needs in (
-        ("kill", "exchange", last, gap),
-        ("raise", "compute", 0, small),
-        ("kill", "barrier", 0, gap),
-        ("stop", "compute", last, gap),
-        ("leave", "anywhere", 0, gap),
-    ):
-        duration_s = LONG_STOP_S if kind == "stop" else None
-        faults.append(Fault(kind=kind, where=where, slot=slot, step=step, duration_s=duration_s))
-        step += needs
-    return tuple(faults)
+    """The faults, in the order of their steps.
+
+    Args:
+      workers: slots of the job.
+      gap: steps in which a worker comes back. Faults are less apart: they wait for it, and if one was quick the others
+        have more time.
+    """
+    last = workers - 1
+    whom = (
+        ("kill", "exchange", last),
+        ("raise", "compute", 0),
+        ("kill", "barrier", 0),
+        ("stop", "compute", last),
+        ("leave", "anywhere", 0),
+    )
+    return tuple(
+        Fault(
+            kind=kind,
+            where=where,
+            slot=slot,
+            step=FIRST_STEP + number * _least_gap(gap),
+            duration_s=LONG_STOP_S if kind == "stop" else None,
+        )
+        for number, (kind, where, slot) in enumerate(whom)
+    )
+
+
+def _least_gap(gap: int) -> int:
+    return max(1, round(gap * SHARE_OF_GAP))
 
 
 def steps_needed(gap: int) -> int:
     """How many steps the standard schedule takes until the last worker is back."""
-    return FIRST_STEP + 4 * gap + max(1, round(gap * SHARE_OF_GAP))
+    return FIRST_STEP + 4 * gap + _least_gap(gap)
 
 
 def gap_within(steps: int) -> int:
@@ -96,8 +118,9 @@ class Verdict:
     """What the two runs prove.
 
     Attributes:
-      exact: digests are equal, the ledger is proven, no step was lost with all members.
-      survived: the disturbed run reached its end, with every fault injected, and no slot was given up.
+      exact: digests are equal, ledger and barriers are proven, no step was lost with all members. None if digests need
+        not be equal (`batch_policy = "per_worker"`) and all else is so.
+      survived: the disturbed run reached its end, and no slot was given up.
       promised: equal bits are promised on this platform with these settings.
       back: every worker that was lost was a member again before the end.
       num_injected, missed: faults that struck; those that found no occasion.
@@ -108,7 +131,7 @@ class Verdict:
       reasons: why it is not exact, or not survived, in words.
     """
 
-    exact: bool
+    exact: bool | None
     survived: bool
     promised: bool
     back: bool
@@ -122,7 +145,13 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return self.exact and self.survived
+        """Nothing speaks against it, and every fault was tried."""
+        return self.exact is not False and self.survived and not self.missed
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Nothing speaks against it, but a fault was not tried."""
+        return self.exact is not False and self.survived and bool(self.missed)
 
     def as_json(self) -> dict[str, Any]:
         return {"passed": self.passed, **asdict(self)}
@@ -136,6 +165,7 @@ class Disturbed:
       events, commits, ledger: lines of events.jsonl, metrics.jsonl and ledger.jsonl.
       summary: summary.json.
       proof: the verified ledger.
+      barriers: the verified barriers.
     """
 
     events: Sequence[Line]
@@ -143,6 +173,7 @@ class Disturbed:
     ledger: Sequence[Line]
     summary: Line
     proof: Report
+    barriers: BarrierReport
 
 
 def judge(
@@ -152,17 +183,26 @@ def judge(
     comparison: Comparison,
     workers: int,
     promised: bool,
+    comparable: bool = True,
 ) -> Verdict:
-    """The verdict on an undisturbed run (its events and commits) and a disturbed one."""
+    """The verdict on an undisturbed run (its events and commits) and a disturbed one.
+
+    Args:
+      workers: slots of both jobs.
+      promised: equal bits are promised on this platform with these settings.
+      comparable: the batch is the same with any number of members.
+    """
     events, summary = disturbed.events, disturbed.summary
     injected = [event for event in events if event["event"] == "fault_injected"]
     missed = [fault for event in events if event["event"] == "faults_missed" for fault in event["faults"]]
     given_up = sorted({event["slot"] for event in events if event["event"] == "slot_given_up"})
     inexact, lost = [], []
-    if not comparison.same:
+    if comparable and not comparison.same:
         inexact.append("the digests differ")
     if not disturbed.proof.proven:
         inexact.append("the ledger is not proven")
+    if not disturbed.barriers.proven:
+        inexact.append("what the barriers gave is not proven to be right: try `elastic-train barriers verify`")
     if summary["steps_lost"]:
         inexact.append(f"{summary['steps_lost']} steps were lost with all members, and taken again")
     if any(event["event"] == "digests_differ" for event in events):
@@ -171,12 +211,10 @@ def judge(
         lost.append(f"the run ended as {summary['status']}: {summary['message']}")
     if given_up:
         lost.append(f"given up: slots {', '.join(map(str, given_up))}")
-    if missed:
-        lost.append(f"{len(missed)} faults found no occasion to strike")
     # What is calm in the disturbed run tells of the numbers of members that the other run never had.
     calm = {**calm_step_times(events, disturbed.commits), **calm_step_times(calm_events, calm_commits)}
     return Verdict(
-        exact=not inexact,
+        exact=False if inexact else True if comparable else None,
         survived=not lost,
         promised=promised,
         back=bool(disturbed.ledger) and len(disturbed.ledger[-1]["workers"]) == workers,
@@ -192,16 +230,19 @@ def judge(
 
 def format_verdict(verdict: Verdict, comparison: str) -> str:
     """In words. `comparison` says whether, or where, the two runs part."""
-    lines = ["", "verify-faults: " + ("PASSED" if verdict.passed else "FAILED")]
-    lines.append(f"exact       {'yes' if verdict.exact else 'NO'}")
-    lines += [f"            {line}" for line in comparison.splitlines()]
+    result = "PASSED" if verdict.passed else "INCOMPLETE" if verdict.is_incomplete else "FAILED"
+    lines = ["", f"verify-faults: {result}"]
+    exact = {True: "yes", False: "NO", None: NOT_COMPARABLE}[verdict.exact]
+    lines.append(f"exact       {exact}")
+    lines += [f"            {line}" for line in comparison.splitlines() if verdict.exact is not None]
     lines.append(f"survived    {'yes' if verdict.survived else 'NO'}, {verdict.num_injected} faults injected")
     lines += [f"            {reason}" for reason in verdict.reasons]
+    lines += [f"not tried   {missed_fault(fault)}; use more --steps" for fault in verdict.missed]
     if not verdict.back:
         lines.append(
             "            not every worker was back before the end, so later faults met fewer; use more --steps"
         )
-    if not verdict.exact and not verdict.promised:
+    if verdict.exact is False and not verdict.promised:
         lines.append(
             "            On GPUs equal bits are promised with deterministic = true only: try again with "
             "--set deterministic=true"

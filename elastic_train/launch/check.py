@@ -55,7 +55,7 @@ class Checked:
     Attributes:
       trainer: name of the trainer class.
       config_toml: the resolved config.
-      steps, log_every, tensorboard, deterministic, faults: from the config.
+      steps, log_every, tensorboard, deterministic, batch_policy, faults: from the config.
       shards: into how many a batch of that many workers is cut.
       resume: where the run goes on; None if a new one begins.
     """
@@ -67,6 +67,7 @@ class Checked:
     tensorboard: bool
     shards: int
     deterministic: bool
+    batch_policy: str
     faults: FaultConfig
     resume: Resume | None
 
@@ -169,6 +170,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         tensorboard=config.tensorboard,
         shards=config.shards if config.batch_policy == "fixed" else request.workers,
         deterministic=config.deterministic,
+        batch_policy=config.batch_policy,
         faults=config.faults,
         resume=resume,
     )

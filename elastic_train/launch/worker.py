@@ -91,8 +91,10 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         own_address=settings.host_address,
     )
     connected = time.monotonic()
+    programs = None
     if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
-        member.share_compiled_programs(job.run_dir / "compiled", settings.identity, wait=job.deterministic)
+        programs = member.CompiledPrograms(job.run_dir / "compiled", settings.identity)
+        programs.share(wait=job.deterministic)
     config = resolve(config_class_of(trainer), job.config_file)
     link.report_interval_s = report_interval_s(config.faults.step_timeout_s)
     made = trainer(config)
@@ -111,8 +113,8 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         checkpoint_directory(job.run_dir, config.checkpoint),
         BlockTrace(job.run_dir, settings.identity, job.secret) if settings.trace_blocks else None,
     )
-    if job.platform == "cuda":
-        member.programs_are_complete(job.run_dir / "compiled", settings.identity)
+    if programs is not None:
+        programs.complete()
     took = f"import {imported - started:.1f} s, connect {connected - imported:.1f} s"
     print(f"ready: {took}, prepare {time.monotonic() - connected:.1f} s", file=sys.stderr, flush=True)
     return training, code

@@ -104,6 +104,7 @@ def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPa
         "tensorboard": False,
         "shards": 8,
         "deterministic": False,
+        "batch_policy": "fixed",
         "faults": {"max_restarts": 4},
         "resume": {"step": 3, "records": ["{}"]},
     }

@@ -193,9 +193,7 @@ def test_a_worker_goes_from_starting_to_member() -> None:
 
 
 def test_a_hello_may_overtake_started() -> None:
-    roster, actions = play(
-        Roster(LIMITS), AgentJoined("host", (0,)), Hello(A, 17, "host"), Ready(A), Started(A, 17)
-    )
+    roster, actions = play(Roster(LIMITS), AgentJoined("host", (0,)), Hello(A, 17, "host"), Ready(A), Started(A, 17))
     assert roster.workers[0].state is WorkerState.READY
     assert quiet(actions) == []
 
