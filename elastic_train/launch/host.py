@@ -21,7 +21,7 @@ from elastic_train.launch.environment import SECRET_VARIABLE, JaxRuntime, JobSet
 from elastic_train.launch.options import JobOptions, address_towards
 from elastic_train.launch.processes import KILL_LIMIT_S
 from elastic_train.launch.relay import split_address
-from elastic_train.launch.signals import POLL_S, Signals
+from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
 from elastic_train.membership.group import Identity
 
 END_LIMIT_S = KILL_LIMIT_S + 10.0
@@ -63,7 +63,7 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
         raise UsageError(f"cannot write the run directory {run_dir}: {error}; give another --run-dir") from error
 
     with ExitStack() as stack:
-        signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP))
         settings = job_settings(coordinator, secret, run_dir, options, platform, checked)
         agent = start_agent(
             stack,
@@ -89,6 +89,8 @@ def _watch(agent: Agent, signals: Signals) -> AgentEnd:
         for number in signals.wait(POLL_S):
             if number == signal.SIGUSR1:
                 agent.forward(signal.SIGUSR1)  # each worker writes its stacks to its log
+            elif number == signal.SIGTSTP:
+                _say(ON_TSTP)
             elif signals.num_stops == 1:
                 _say(f"{number.name}: the workers of this host leave after a commit; once more ends them at once")
                 deadline = time.monotonic() + LEAVE_LIMIT_S

@@ -27,7 +27,7 @@ from elastic_train.launch.check import Checked, CheckRequest, check
 from elastic_train.launch.devices import assign_devices, pick_platform, visible_gpus
 from elastic_train.launch.host import END_LIMIT_S, job_settings, secret_of, start_agent, without_secret
 from elastic_train.launch.options import JobOptions, check_free
-from elastic_train.launch.signals import POLL_S, Signals
+from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity
 from elastic_train.membership.roster import Limits, apply
@@ -75,7 +75,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     resume = checked.resume
 
     with ExitStack() as stack:
-        signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+        signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP))
         display = Display(sys.stderr, workers, checked.steps, first_step=resume.step if resume else 0)
         trackers = open_trackers(checked.tensorboard, run_dir)
         records = stack.enter_context(
@@ -289,6 +289,8 @@ def _watch(
             if number == signal.SIGUSR1:
                 if agent is not None:  # without one there are no workers here
                     agent.forward(signal.SIGUSR1)
+            elif number == signal.SIGTSTP:
+                display.note(ON_TSTP)
             elif signals.num_stops == 1:
                 coordinator.ask_stop(False, f"{number.name} at the job's process")
             elif signals.num_stops == 2:

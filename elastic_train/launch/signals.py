@@ -11,6 +11,12 @@ from typing import Any
 POLL_S = 0.1
 """How long a main thread waits for a signal before it looks after other things; nothing else waits for it."""
 
+ON_TSTP = (
+    "SIGTSTP (Ctrl-Z): not stopped. Workers end when this process does not answer for longer than twice "
+    "faults.keepalive_s. `elastic-train stop` stops the run after a commit; the same command goes on with it later."
+)
+"""What is said instead of stopping. SIGSTOP cannot be refused."""
+
 
 class Signals:
     """While entered, collects the given signals instead of letting them act. For the main thread only.

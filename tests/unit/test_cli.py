@@ -22,6 +22,7 @@ from elastic_train.launch import host, job
 from elastic_train.launch.check import CheckFailed
 from elastic_train.launch.host import without_secret
 from elastic_train.launch.options import JobOptions, address_towards
+from elastic_train.launch.signals import Signals
 from elastic_train.membership.roster_events import End
 from elastic_train.telemetry.records import RunDirectory
 
@@ -223,6 +224,17 @@ def test_stacks_asked_of_a_coordinator_without_workers_do_not_end_the_job(monkey
     monkeypatch.setattr(job, "_snapshot", lambda status: status)
     display = SimpleNamespace(update=lambda _: None)
     assert job._watch(coordinator, None, display, signals, None).exit_code == 0  # type: ignore[arg-type]
+
+
+def test_ctrl_z_does_not_stop_the_process_that_the_workers_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, shown = iter([None, None, End(0, "done", "all steps done")]), []
+    coordinator = SimpleNamespace(wait=lambda _: next(ends), status=dict)
+    monkeypatch.setattr(job, "_snapshot", lambda status: status)
+    display = SimpleNamespace(update=lambda _: None, note=shown.append)
+    with Signals(signal.SIGTSTP) as signals:
+        os.kill(os.getpid(), signal.SIGTSTP)
+        assert job._watch(coordinator, None, display, signals, None).exit_code == 0  # type: ignore[arg-type]
+    assert len(shown) == 1 and "Ctrl-Z" in shown[0]
 
 
 def test_slots() -> None:

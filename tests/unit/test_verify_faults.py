@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train import cli
 from elastic_train.chaos.standard import (
     Disturbed,
     Pace,
@@ -20,7 +23,11 @@ from elastic_train.chaos.standard import (
     standard_faults,
     steps_needed,
 )
+from elastic_train.config import FaultConfig
 from elastic_train.data.ledger import Report, verify
+from elastic_train.launch import verify as verify_module
+from elastic_train.launch.options import JobOptions
+from elastic_train.launch.verify import Verified
 from elastic_train.telemetry.barriers import BarrierReport
 from elastic_train.telemetry.compare import Comparison
 
@@ -153,3 +160,27 @@ def test_gpus_promise_equal_bits_only_when_asked_to() -> None:
 
 def test_a_worker_that_is_not_back_is_told() -> None:
     assert "not every worker was back" in format_verdict(verdict(members=1), "same")
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, [100, 200, 400]), (100, [100])])
+def test_runs_are_repeated_and_longer_until_every_fault_was_tried(
+    told: int | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three times at most; as long as somebody wants them, and not longer, if that was said."""
+    steps_tried: list[int] = []
+    missed = verdict(events=({"event": "faults_missed", "faults": [{"kind": "kill", "step": 9, "slot": 0}]},))
+
+    def attempt(options: JobOptions, steps: int, *_: Any) -> Verified:
+        steps_tried.append(steps)
+        return Verified(missed, "", 1)
+
+    checked = SimpleNamespace(batch_policy="fixed", faults=FaultConfig(), deterministic=False)
+    monkeypatch.setattr(verify_module, "check", lambda *_: checked)
+    monkeypatch.setattr(verify_module, "_run", lambda *_: tmp_path)
+    monkeypatch.setattr(verify_module, "_pace", lambda _: Pace(1.0, 1.0))
+    monkeypatch.setattr(verify_module, "steps_needed", lambda _: 100)
+    monkeypatch.setattr(verify_module, "_attempt", attempt)
+    options = cli._job_options(cli.Run(recipe="r.py", workers=2, steps=told, run_dir=tmp_path / "runs"), "", None)
+    (tmp_path / "runs").mkdir()
+    assert verify_module.verify_faults(options, {"JAX_PLATFORMS": "cpu"}).exit_code == 1
+    assert steps_tried == expected
