@@ -4,8 +4,8 @@
 
 1. Fault-free runs with 1 … N workers give the step time at each number of members (`--no-reference`: taken from the
    calm stretches of the disturbed run, which are few).
-2. The job runs for `--seconds` under faults of the kinds 1 to 9 and 12 of the catalogue, one about every `--every`
-   seconds, and is then asked to stop.
+2. The job runs for `--seconds` under faults of the kinds 1 to 9 and 12 of the catalogue (or those of `--kinds`), one
+   about every `--every` seconds, and is then asked to stop.
 3. One plain process takes as many steps without faults; digests are compared, the ledger is verified, and the member
    lists that every barrier gave.
 
@@ -46,6 +46,9 @@ KINDS = {
 }
 """Scenarios and their weights: every row of the catalogue as often as the others."""
 
+CHECK_EVERY_STEP = "faults.fingerprint_every=1"
+"""A flipped bit is found in the step at which it was flipped, so that nothing is trained on it."""
+
 QUIET_S = 20.0
 """Without new faults at the end, so that the last ones are survived, too."""
 
@@ -68,6 +71,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without", nargs="*", default=[], help="kinds to leave out")
+    parser.add_argument("--kinds", nargs="*", default=[], help="only these, equally often")
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--reference-seconds", type=float, default=20.0)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -101,7 +105,8 @@ def soak(arguments: argparse.Namespace, calm: dict[int, float]) -> dict[str, Any
     """Runs the job under faults, and reports."""
     run_dir, chaos = arguments.run_dir / "soak", arguments.run_dir / "chaos.toml"
     chaos.write_text(chaos_toml(arguments))
-    with running(PACED, arguments.workers, MANY_STEPS, run_dir, (*SETTINGS, "--chaos", str(chaos))) as job:
+    checked = (CHECK_EVERY_STEP,) if "flip" in arguments.kinds else ()
+    with running(PACED, arguments.workers, MANY_STEPS, run_dir, (*SETTINGS, *checked, "--chaos", str(chaos))) as job:
         job.wait("a step of all", lambda: job.step() > 20)
         began, before = time.monotonic(), usage(job.job.pid)
         while time.monotonic() < began + arguments.seconds and job.job.poll() is None:
@@ -126,7 +131,8 @@ def soak(arguments: argparse.Namespace, calm: dict[int, float]) -> dict[str, Any
 
 
 def chaos_toml(arguments: argparse.Namespace) -> str:
-    kinds = {name: weight for name, weight in KINDS.items() if name not in arguments.without}
+    chosen = dict.fromkeys(arguments.kinds, 1) or KINDS
+    kinds = {name: weight for name, weight in chosen.items() if name not in arguments.without}
     return "\n".join(
         [
             f"seed = {arguments.seed}",

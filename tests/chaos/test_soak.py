@@ -17,9 +17,14 @@ SECONDS = 100
 LIMIT_S = 560
 
 
+OTHERS = ("--kinds", "endless", "slow", "nonfinite", "flip", "corrupt", "leave", "stop_short")
+"""Kinds that the soak at the foot of the catalogue lacks."""
+
+
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_soak_of_random_faults_is_exact(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(SECONDS), "--every", "12"]
+@pytest.mark.parametrize("kinds", [(), pytest.param(OTHERS, marks=pytest.mark.soak)], ids=["catalogue", "others"])
+def test_soak_of_random_faults_is_exact(tmp_path, kinds):
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--seconds", str(SECONDS), "--every", "12", *kinds]
     command += ["--no-reference", "--run-dir", str(tmp_path / "soak"), "--out", str(tmp_path / "report.json")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     log = tmp_path / "soak" / "soak.out"
