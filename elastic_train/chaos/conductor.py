@@ -18,6 +18,9 @@ from elastic_train.membership.group import Identity
 SETTLE_LIMIT_S = 120.0
 """How long a worker that was struck may stay a member until the next random fault no longer waits for its death."""
 
+MAJORITY = 3
+"""So many members can tell which of them holds another state than the others."""
+
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 
 
@@ -62,6 +65,8 @@ def may_begin(
       num_pending: members that will be lost to orders that nobody has carried out yet.
       is_settled: all workers that were struck and are to go have gone.
     """
+    if any(fault.kind == "flip" for fault in planned.faults) and len(members) - num_pending < MAJORITY:
+        return False  # nobody could say who is right, and one alone would not even be asked
     missing, taken = workers - len(members), num_pending + num_taken(planned.faults)
     if max_down == 0:
         return is_settled and missing == 0 and taken < workers

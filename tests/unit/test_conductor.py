@@ -236,6 +236,14 @@ def test_one_order_strikes_one_worker_and_is_on_record_first(job: ToldJob, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("members", "num_pending", "expected"), [({0, 1, 2}, 0, True), ({0, 1}, 0, False), ({0, 1, 2}, 1, False)]
+)
+def test_a_bit_is_flipped_only_where_a_majority_can_tell(members: set[int], num_pending: int, expected: bool) -> None:
+    planned = Planned((Fault(kind="flip", step=1, slot=0),), "flip")
+    assert may_begin(planned, members, 4, 3, num_pending, True) is expected
+
+
+@pytest.mark.parametrize(
     ("members", "num_pending", "is_settled", "expected"),
     [
         ({0, 1, 2, 3}, 0, True, True),
