@@ -32,7 +32,6 @@ SPARE = 1.25
 SHARE_OF_GAP = 0.1
 """What two faults are apart at least, as a share of the steps in which a worker comes back."""
 
-
 NOT_COMPARABLE = (
     'not promised: with batch_policy = "per_worker" the batch, and with it the result, depends on how many members '
     "there are"

@@ -42,9 +42,8 @@ CPU_WORKERS = 3
 MEASURED_STEPS = 40
 """Length of the run that only tells how fast this recipe is here."""
 
-
 MAX_ATTEMPTS = 3
-"""How often the runs are repeated, each time twice as long, because faults found no occasion: the machine is busier
+"""How often the two runs are made, each time twice as long, while faults find no occasion: the machine may be busier
 than it was when the length was chosen."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -65,4 +67,15 @@ def test_nobody_waits_unless_all_must_run_the_same(tmp_path: Path, writers: list
     first, second = programs(tmp_path, 0), programs(tmp_path, 1)
     first.share(wait=False)
     second.share(wait=False)
+    assert writers == ["MainThread"]
+
+
+def test_without_locks_slot_0_writes(tmp_path: Path, writers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    programs(tmp_path, 1).share(wait=False)
+    assert writers == []
+    programs(tmp_path, 0).share(wait=True)
     assert writers == ["MainThread"]
