@@ -95,9 +95,10 @@ WATCHFUL = ("--set", "faults.keepalive_s=1.0", "faults.doubt_timeout_s=2.5", "fa
 
 def test_wrong_numbers_slow_and_endless_workers_are_found_and_the_run_stays_exact(tmp_path):
     """The flipped bit is found in the step at which it was flipped, before anything was trained on it."""
-    alone = plain_run(tmp_path / "alone", 90)
+    shards = ("--set", "shards=4")  # fewer of them are slow
+    alone = plain_run(tmp_path / "alone", 90, *shards)
     chaos = write(tmp_path / "chaos.toml", QUIETER)
-    options = ("--steps", "90", *WATCHFUL, "--set", "faults.fingerprint_every=20", "--chaos", str(chaos))
+    options = ("--steps", "90", *shards, *WATCHFUL, "--set", "faults.fingerprint_every=20", "--chaos", str(chaos))
     with Job(tmp_path / "run", FAULTY, *options, workers=3) as job:
         assert job.finish() == 0, job.logs()
         assert [(fault["kind"], fault["step"]) for fault in struck(job)] == [
