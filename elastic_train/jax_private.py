@@ -10,6 +10,7 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from elastic_train.errors import UsageError
@@ -130,6 +131,34 @@ def write_compilation_cache() -> None:
     from jax._src import distributed
 
     distributed.global_state.process_id = 0
+
+
+def share_compiled_across_cpu_devices() -> None:
+    """Makes the keys of JAX's compilation cache the same for all CPU devices of one kind, as they are on GPU.
+
+    On CPU they hold the ids of devices and processes, which are new at every start of a worker, so that nothing would
+    ever be found. What is compiled does not depend on them: a program that is loaded takes the devices of whoever loads
+    it. It does depend on the instructions that the CPU has, which take their place.
+    """
+    from jax._src import cache_key
+
+    hash_options = cache_key._hash_serialized_compile_options
+    kind = _kind_of_cpu()
+
+    def hash_without_devices(hash_obj: Any, options: Any, strip_device_assignment: bool = False) -> Any:
+        return hash_options(hash_obj, options, strip_device_assignment=True)
+
+    def hash_kind(hash_obj: Any, accelerators: Any) -> None:
+        hash_obj.update(f"{accelerators.size} of {kind}".encode())
+
+    cache_key._hash_serialized_compile_options = hash_without_devices
+    cache_key._hash_accelerator_config = hash_kind
+
+
+def _kind_of_cpu() -> str:
+    """What the first processor says it is and can do."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
 
 
 def fail_gloo_meeting(device_ids: Sequence[int], absent: int, own: int) -> bool:

@@ -63,6 +63,17 @@ class Coordinator(Outside, Protocol):
     def wait_dead(self, nodes: frozenset[int], timeout: float) -> bool: ...
 
 
+def compiled_directory(run_dir: Path, platform: str, *, deterministic: bool) -> Path:
+    """Where compiled programs are kept: in the run directory, or in the user's own cache (JAX_COMPILATION_CACHE_DIR).
+
+    With `deterministic` a run on GPUs keeps its own, which are what makes its bits.
+    """
+    users = jax.config.jax_compilation_cache_dir
+    if users and not (deterministic and platform == "cuda"):
+        return Path(users)
+    return run_dir / "compiled"
+
+
 class CompiledPrograms:
     """Compiled programs, kept where the workers to come find them.
 

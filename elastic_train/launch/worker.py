@@ -91,10 +91,11 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         own_address=settings.host_address,
     )
     connected = time.monotonic()
-    programs = None
-    if job.platform == "cuda":  # on CPU a program's key holds its device's id, which is new at every start
-        programs = member.CompiledPrograms(job.run_dir / "compiled", settings.identity)
-        programs.share(wait=job.deterministic)
+    directory = member.compiled_directory(job.run_dir, job.platform, deterministic=job.deterministic)
+    if job.platform == "cpu":
+        jax_private.share_compiled_across_cpu_devices()
+    programs = member.CompiledPrograms(directory, settings.identity)
+    programs.share(wait=job.deterministic and job.platform == "cuda")
     config = resolve(config_class_of(trainer), job.config_file)
     link.report_interval_s = report_interval_s(config.faults.step_timeout_s)
     made = trainer(config)
@@ -113,8 +114,7 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         checkpoint_directory(job.run_dir, config.checkpoint),
         BlockTrace(job.run_dir, settings.identity, job.secret) if settings.trace_blocks else None,
     )
-    if programs is not None:
-        programs.complete()
+    programs.complete()
     took = f"import {imported - started:.1f} s, connect {connected - imported:.1f} s"
     print(f"ready: {took}, prepare {time.monotonic() - connected:.1f} s", file=sys.stderr, flush=True)
     return training, code
