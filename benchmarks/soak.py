@@ -57,6 +57,8 @@ SETTINGS = (
     "faults.keepalive_s=0.6",
     "faults.doubt_timeout_s=1.5",
     "faults.step_timeout_s=2.0",
+    "--set",
+    "faults.first_step_timeout_s=20.0",
     "faults.first_backoff_s=0.1",
 )
 """Limits for steps of a tenth of a second. The defaults are for steps of seconds."""

@@ -76,7 +76,8 @@ class FaultConfig:
       step_timeout_s: how long reading data, computing or updating may take within one step, at least; a worker that
         takes longer is killed and replaced.
       step_timeout_factor: the same as a multiple of the median step time; the longer of the two counts.
-      first_step_timeout_s: the same in an epoch's beginning, where programs are compiled, and in its first step.
+      first_step_timeout_s: the same in an epoch's beginning, where programs are compiled, and in its first step, for
+        those who are new.
       evaluate_timeout_s: how long one batch of an evaluation may take.
       hook_timeout_s: how long an `on_...` hook may take, and what is written at the end.
       save_timeout_s: how long writing or reading a checkpoint may take.

@@ -49,7 +49,7 @@ class Watch:
         )
         self._reports, self._tell, self._note = reports, tell, note
         self._epoch, self._epoch_step = 0, 0
-        self._members: dict[Identity, float] = {}  # since when
+        self._members: dict[Identity, tuple[float, int]] = {}  # since when, and since which step
         self._changed_at = time.monotonic()
         self._condemned: set[Identity] = set()
         self._last_condemned = -math.inf
@@ -83,7 +83,8 @@ class Watch:
             self._condemn(stuck, roster.workers[stuck.identity.slot].host, now)
 
     def _follow(self, training: list[Worker], now: float) -> None:
-        members = {worker.identity: self._members.get(worker.identity, now) for worker in training}
+        new = (now, self._epoch_step)
+        members = {worker.identity: self._members.get(worker.identity, new) for worker in training}
         if members.keys() != self._members.keys():
             self._changed_at = now
         self._members = members
@@ -91,12 +92,13 @@ class Watch:
 
     def _sign(self, identity: Identity, now: float) -> Sign:
         report = self._reports.of(identity)
-        began = max(self._members[identity], self._awake_since)
+        since, first_step = self._members[identity]
+        began = max(since, self._awake_since)
         if report is None:
-            return Sign(identity, 0, "ready", now - began, now - began, True)
+            return Sign(identity, 0, "ready", now - began, now - began, True, True)
         quiet_s, silent_s = now - max(report.since, began), now - max(report.heard, began)
-        is_first_step = report.step <= self._epoch_step
-        return Sign(identity, report.step, report.phase, quiet_s, silent_s, is_first_step)
+        is_first_step, is_new = report.step <= self._epoch_step, report.step <= first_step
+        return Sign(identity, report.step, report.phase, quiet_s, silent_s, is_first_step, is_new)
 
     def _say_who_waits(self, judgement: Judgement, roster: Roster) -> None:
         chosen = judgement.chosen

@@ -70,7 +70,8 @@ class Deadlines:
 
     def of(self, sign: Sign, step_time_s: float) -> Limit:
         """For what a member does. If that is to wait, for how long it may say nothing at all."""
-        of_step = self.of_step(sign.is_first_step, step_time_s)
+        # Only what crosses members is compiled anew with every epoch, and that is nobody's own work.
+        of_step = self.of_step(sign.is_new if sign.phase in STEP else sign.is_first_step, step_time_s)
         if sign.phase in STEP or sign.phase in WAITING:
             return of_step
         if sign.phase in FIRST_STEP:
@@ -94,6 +95,7 @@ class Sign:
       quiet_s: how long it has been doing that, or has been a member, if that is shorter.
       silent_s: how long ago its last report came.
       is_first_step: it has not completed a step in this epoch.
+      is_new: it has not completed a step since it became a member.
     """
 
     identity: Identity
@@ -102,6 +104,7 @@ class Sign:
     quiet_s: float
     silent_s: float
     is_first_step: bool
+    is_new: bool
 
     @property
     def waits(self) -> bool:

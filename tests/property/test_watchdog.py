@@ -43,7 +43,7 @@ class Member:
         self.phase, self.left_s, self.quiet_s = phase, left_s, 0.0
 
     def sign(self) -> Sign:
-        return Sign(self.identity, self.step, self.phase, self.quiet_s, self.silent_s, False)
+        return Sign(self.identity, self.step, self.phase, self.quiet_s, self.silent_s, False, False)
 
 
 @dataclass
@@ -181,7 +181,7 @@ def test_a_hanging_collective_is_said_after_one_limit_and_broken_after_two(
     waiting: list[tuple[str, int, float]], unchanged_s: float
 ) -> None:
     signs = [
-        Sign(Identity(slot, 0, slot + 1), step, phase, quiet_s, 0.0, False)
+        Sign(Identity(slot, 0, slot + 1), step, phase, quiet_s, 0.0, False, False)
         for slot, (phase, step, quiet_s) in enumerate(waiting)
     ]
     found = judge_members(

@@ -104,6 +104,15 @@ def test_the_first_step_of_an_epoch_and_hooks_have_more_time(scene: Scene) -> No
     assert "allowed are 60 s (faults.first_step_timeout_s)" in scene.told[0].reason
 
 
+def test_a_member_has_more_time_for_its_own_work_in_its_own_first_step_only(scene: Scene) -> None:
+    wait_for_b(scene, 1.0, "data", step=6)
+    scene.watch.viewed(2, 6)
+    wait_for_b(scene, 59.0, "gather", step=6)
+    assert scene.told == []
+    wait_for_b(scene, 32.0, "data", step=6)
+    assert "in 'data' after step 6 for 30 s; allowed are 30 s (faults.step_timeout_s)" in scene.told[0].reason
+
+
 def test_a_phase_nobody_knows_may_last_as_long_as_a_hook(scene: Scene) -> None:
     wait_for_b(scene, 89.0, "something_new")
     assert scene.told == []
