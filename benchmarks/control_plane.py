@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
-import os
 import queue
 import secrets
 import tempfile

@@ -114,7 +114,7 @@ class Workers:
         return self._each(lambda client: _pass(client, list(nodes), rounds), mine, together=len(mine))[0]
 
     def disconnect(self, node: int) -> None:
-        """One worker, if it is here, leaves JAX's service: it would end this process when it learns of its tombstone."""
+        """One worker, if it is here, leaves JAX's service, which would else end this process."""
         if node in self._clients:
             self._clients.pop(node).shutdown()
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,17 @@ class Observed:
         """Polls until `found` gives something true, and returns it."""
         deadline = time.monotonic() + deadline_s
         while not (result := found()):
-            if self.job.poll() is not None:
-                said = self.run_dir.with_suffix(".out").read_text()[-2000:]
-                raise SystemExit(f"the job ended while waiting for {what}\n{said}")
+            self.check(what)
             if time.monotonic() > deadline:
                 raise SystemExit(f"waited {deadline_s:g} s for {what}")
             time.sleep(0.02)
         return result
+
+    def check(self, what: str = "it to be measured") -> None:
+        """Raises SystemExit if the job has ended."""
+        if self.job.poll() is not None:
+            said = self.run_dir.with_suffix(".out").read_text()[-2000:]
+            raise SystemExit(f"the job ended while waiting for {what}\n{said}")
 
     def recovered(self, after: float, key: str, slot: int) -> dict[str, Any] | None:
         """The first event `recovered` since then in whose field `key` the slot is."""
@@ -74,13 +78,18 @@ class Observed:
 
 @contextmanager
 def running(
-    recipe: Path | str, workers: int, steps: int, run_dir: Path, options: Sequence[str] = ()
+    recipe: Path | str,
+    workers: int,
+    steps: int,
+    run_dir: Path,
+    options: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> Iterator[Observed]:
-    """Starts a job; at the end of the block it is gone."""
+    """Starts a job, with our own environment by default; at the end of the block it is gone."""
     command = [sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
     command += ["--steps", str(steps), "--run-dir", str(run_dir), *options]
     with run_dir.with_suffix(".out").open("wb") as output:
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             yield Observed(job, run_dir)
         finally:
