@@ -3,8 +3,8 @@
     python benchmarks/fault_cost.py recipes/byte_lm.py --workers 4 --kill 3 0 --seed --out benchmarks/results/NAME.json
 
 Every kill waits until the worker killed before has been a member again for `--settle` steps. Times from the kill
-are measured here (the moment of the signal) and by the workers (what they write at their barriers, and the moment of the
-commit), on one machine's clock. A loss is split into these parts, which add up to `kill_to_next_commit_s`:
+are measured here (the moment of the signal) and by the workers (what they write at their barriers, and the moment of
+the commit), on one machine's clock. A loss is split into these parts, which add up to `kill_to_next_commit_s`:
 
 - gone: from the signal until the agent has seen the process end
 - told: until the coordinator has told the members
@@ -24,8 +24,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -34,7 +32,9 @@ from typing import Any
 
 import report
 import seed_fault
-from observed import DEADLINE_S, Observed
+from observed import DEADLINE_S, Observed, running
+
+NEVER = 1_000_000
 
 
 def main() -> None:
@@ -62,21 +62,13 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, options: list[str], run_dir: Path) -> dict[str, Any]:
     """The job, its faults and its end."""
-    command = [sys.executable, "-m", "elastic_train.cli", "run", arguments.recipe, "--workers", str(arguments.workers)]
-    command += ["--steps", str(arguments.steps or 1_000_000), "--run-dir", str(run_dir), "--trace-blocks", *options]
-    command += ["--config", str(arguments.config)] if arguments.config else []
-    command += ["--set", *arguments.set] if arguments.set else []
-    job = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    try:
-        kills = measure(Observed(job, run_dir), arguments.kill, arguments.settle)
-        if not arguments.steps:
-            job.send_signal(signal.SIGINT)
-        exit_code = job.wait(DEADLINE_S)
-    finally:
-        if job.poll() is None:
-            job.kill()
-            job.wait()
-    summary = json.loads((run_dir / "summary.json").read_text())
+    options = ["--trace-blocks", *options]
+    options += ["--config", str(arguments.config)] if arguments.config else []
+    options += ["--set", *arguments.set] if arguments.set else []
+    with running(arguments.recipe, arguments.workers, arguments.steps or NEVER, run_dir, options) as job:
+        kills = measure(job, arguments.kill, arguments.settle)
+        exit_code = job.job.wait(DEADLINE_S) if arguments.steps else job.stop()
+        summary = job.summary()
     return {
         "workers": arguments.workers,
         "exit_code": exit_code,

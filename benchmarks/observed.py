@@ -10,8 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from elastic_train.launch.bond import die_with_parent
 
 DEADLINE_S = 240.0
 
@@ -89,7 +92,14 @@ def running(
     command = [sys.executable, "-m", "elastic_train.cli", "run", str(recipe), "--workers", str(workers)]
     command += ["--steps", str(steps), "--run-dir", str(run_dir), *options]
     with run_dir.with_suffix(".out").open("wb") as output:
-        job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        job = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # a benchmark that is killed leaves no job behind
+        )
         try:
             yield Observed(job, run_dir)
         finally:
