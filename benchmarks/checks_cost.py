@@ -10,14 +10,13 @@ that it is finite, the check alone, and the fingerprint of the state. The shares
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from report import about, write
 
 ROUNDS = 15
 
@@ -28,10 +27,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
-    result = measure(arguments.recipe, arguments.set)
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write({**about(), **measure(arguments.recipe, arguments.set)}, arguments.out)
 
 
 def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
@@ -82,8 +78,7 @@ def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
     return {
         "recipe": recipe_name,
         "overrides": overrides,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device.device_kind}",
-        "date": time.strftime("%Y-%m-%d"),
+        "device": device.device_kind,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "state_megabytes": round(sum(leaf.nbytes for leaf in jax.tree.leaves(state.arrays)) / 2**20, 1),
         "shards": config.shards,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import time
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+
+from report import about, write
 
 LIMIT_S = 300.0
 ROUNDS = 40
@@ -35,18 +36,12 @@ def main() -> None:
     if arguments.worker:
         measure(*arguments.worker, arguments.megabytes)
         return
+    result = about()
     rows: list[dict[str, Any]] = []
     for members in arguments.members:
         rows += run(members, arguments.megabytes)
         print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "command": " ".join(sys.argv),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write({**result, "rows": rows}, arguments.out)
 
 
 def run(members: int, megabytes: list[int]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from observed import PACED, Observed, running, usage
+from report import about, write
 
 CALM_STEPS = 60
 """Steps at the start and at the end whose median is the step time there."""
@@ -46,12 +46,10 @@ def main() -> int:
     arguments.run_dir.parent.mkdir(parents=True, exist_ok=True)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     options = ("--set", *SETTINGS, *arguments.set)
+    result = about()
     with running(arguments.recipe, arguments.workers, 10_000_000, arguments.run_dir, options) as job:
         report = measure(job, arguments)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    write({**result, **report}, arguments.out)
     return 0 if report["same_member_throughout"] and report["exit_code"] == 130 else 1
 
 
@@ -74,12 +72,7 @@ def measure(job: Observed, arguments: argparse.Namespace) -> dict[str, Any]:
     samples.append(sample(job, stays, num_resizes(job)))
     same = job.pid(STAYS) == stays
     exit_code = job.stop()
-    summary = job.summary()
     return {
-        "command": " ".join(sys.argv),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": summary["versions"],
         "workers": arguments.workers,
         "exit_code": exit_code,
         "resizes": samples[-1]["resizes"],

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -26,6 +23,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from report import about, write
 
 import elastic_train as et
 
@@ -71,16 +69,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
+    result = about()
     rows = [measure(size, arguments.workers, arguments.steps, arguments.turns) for size in arguments.megabytes]
-    result = {
-        "command": " ".join(sys.argv),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": time.strftime("%Y-%m-%d"),
-        "rows": rows,
-    }
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write({**result, "rows": rows}, arguments.out)
 
 
 def measure(megabytes: int, workers: int, steps: int, turns: int) -> dict[str, Any]:

@@ -15,9 +15,6 @@ Exit code 0 if the run was exact and every fault survived; throughput is reporte
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections import Counter
@@ -25,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from observed import PACED, Observed, plain_run, running, usage
+from report import about, write
 
 from elastic_train.chaos.throughput import calm_step_times, throughput_kept
 from elastic_train.data.ledger_files import verify_run
@@ -79,13 +77,11 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="where the report goes, as JSON")
     arguments = parser.parse_args()
+    result = about()
     arguments.run_dir.mkdir(parents=True)
     calm = {} if arguments.no_reference else reference(arguments)
     report = soak(arguments, calm)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    write({**result, **report}, arguments.out)
     return 0 if report["exact"] and report["all_survived"] else 1
 
 
@@ -118,9 +114,6 @@ def soak(arguments: argparse.Namespace, calm: dict[int, float]) -> dict[str, Any
         summary = job.summary()
         alone = plain_run(PACED, summary["step"], arguments.run_dir / "alone", ("--set", "sample_s=0"))
         return {
-            "command": " ".join(sys.argv),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "date": time.strftime("%Y-%m-%d"),
             "seconds": arguments.seconds,
             "workers": arguments.workers,
             "exit_code": exit_code,
