@@ -122,7 +122,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = Processes(stack, arguments, directory)
         num, last, limit_s = processes.num, processes.num - 1, arguments.limit
-        if not wait(lambda: len(processes.commits(0, 0, num)) > SETTLE or processes.exits(), START_LIMIT_S):
+        wait(lambda: len(processes.commits(0, 0, num)) > SETTLE or processes.exits(), START_LIMIT_S)
+        if processes.exits() or not processes.commits(0, 0, num):
             raise SystemExit(f"the example takes no steps:\n{processes.log(0)}")
         result: dict[str, Any] = {"workers": num, "limit_s": limit_s}
 
