@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe")
+    parser.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
     parser.add_argument("--shards", type=int, help="by default as many as workers")
     parser.add_argument("--block", type=int, default=20, help="steps in one turn")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each way, after one to warm up")

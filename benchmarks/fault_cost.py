@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="let the run end by itself after so many; otherwise it is stopped")
     parser.add_argument("--run-dir", type=Path, help="by default a directory that is deleted at the end")
     parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe")
+    parser.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
     parser.add_argument("--seed", action="store_true", help="also the example of JAX's guide, on the same model")
     parser.add_argument("--limit", type=float, default=45.0, help="seconds that the example may take for a step")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")

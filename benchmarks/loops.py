@@ -57,7 +57,7 @@ def main() -> None:
 def add_process_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe")
     parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", nargs="*", default=[])
+    parser.add_argument("--set", action="extend", nargs="*", default=[])
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--num", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe")
+    parser.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
     parser.add_argument("--limit", type=float, default=45.0, help="seconds to wait for a step after a change")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()

@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", nargs="*", default=[], help="settings of the recipe, for all variants")
+    parser.add_argument(
+        "--set", action="extend", nargs="*", default=[], help="settings of the recipe, for all variants"
+    )
     parser.add_argument("--shards", type=int, nargs="+", help="by default as many as workers")
     parser.add_argument("--variants", nargs="+", default=["plain", "seed", "ours"], choices=["plain", "seed", "ours"])
     parser.add_argument("--block", type=int, default=20, help="steps in one turn")
