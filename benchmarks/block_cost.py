@@ -31,7 +31,7 @@ from elastic_train.launch.bond import die_with_parent
 from elastic_train.launch.environment import GPU_XLA_FLAGS, with_flags
 from elastic_train.launch.relay import Relay
 
-LIMIT_S = 240.0
+LIMIT_S = 500.0
 WAYS = ("full", "no_barrier", "no_votes")
 
 
@@ -79,7 +79,10 @@ def run(arguments: argparse.Namespace) -> dict[str, list[list[float]]]:
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
-        output, _ = processes[0].communicate(timeout=LIMIT_S)
+        try:
+            output, _ = processes[0].communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"the members have not taken all steps within {LIMIT_S:g} s") from None
         if processes[0].returncode != 0:
             raise SystemExit("a member has failed; see above")
         return json.loads(output.splitlines()[-1])

@@ -44,8 +44,8 @@ SPARE_NODES = 24
 SCHEMA = {f"state/params/layer_{number}/kernel": "float32[1024,1024]" for number in range(150)}
 """What a worker says of itself when it is ready, about as much as a transformer's does."""
 
-FITTED = ("barrier_s", "abort_last_s", "announce_last_s", "form_s", "all_connected_s", "rss_mib", "idle_cpu_share")
-QUIET_S = 3.0
+FITTED = ("barrier_s", "abort_last_s", "announce_last_s", "form_s", "all_connected_s", "rss_mib", "training_cpu_share")
+WINDOW_S = 3.0
 LIMIT_S = 180.0
 
 
@@ -83,7 +83,10 @@ def measure(num: int, arguments: argparse.Namespace, directory: Path) -> dict[st
         view, figures = measure_admission(num, workers, agent, usage)
         found |= figures
         found |= measure_barrier(workers, view, arguments.barriers, usage)
-        found |= usage.at_rest()
+        found |= usage.memory() | {"idle_cpu_share": usage.share()}
+        workers.call("train", True)
+        found["training_cpu_share"] = usage.share()
+        workers.call("train", False)
         found |= measure_losses(workers, agent, view, arguments.rounds, usage)
         found["connections_lost"] = [reason for lost in workers.call("close") for reason in lost]
         return found
@@ -270,17 +273,15 @@ class Usage:
         self._coordinator.send()
         return self._coordinator.receive()
 
-    def at_rest(self) -> dict[str, float]:
-        """Memory, threads, and the share of a processor that it takes while workers only report that they live."""
+    def share(self) -> float:
+        """The share of one processor that it takes over some seconds."""
         cpu, began = self.cpu_s(), time.monotonic()
-        time.sleep(QUIET_S)
-        share = (self.cpu_s() - cpu) / (time.monotonic() - began)
+        time.sleep(WINDOW_S)
+        return round((self.cpu_s() - cpu) / (time.monotonic() - began), 4)
+
+    def memory(self) -> dict[str, float]:
         found = usage(self._coordinator.pid)
-        return {
-            "rss_mib": round(found["rss_mib"], 1),
-            "num_threads": found["num_threads"],
-            "idle_cpu_share": round(share, 4),
-        }
+        return {"rss_mib": round(found["rss_mib"], 1), "num_threads": found["num_threads"]}
 
 
 def hold_coordinator(pipe: Connection, num: int, secret: str, directory: Path) -> None:

@@ -23,6 +23,9 @@ TOGETHER = 32
 
 LIMIT_S = 120.0
 
+STEP_S = 0.1
+"""How long steps seem to take."""
+
 
 class Arrivals:
     """When which message came, over all links of this process."""
@@ -48,9 +51,18 @@ class Arrivals:
 
 
 class TimedLink(Link):
-    """A link that notes when it hears of a death, of joiners, and of a view."""
+    """A link that notes when it hears of a death, of joiners, and of a view.
+
+    While its workers train, each of its reports tells of a new step.
+    """
 
     arrivals: Arrivals
+    training = threading.Event()
+
+    def _progress(self, records: list[str]) -> control_pb2.FromWorker:
+        if self.training.is_set():
+            self.phase("compute", int(time.monotonic() / STEP_S))
+        return super()._progress(records)
 
     def _receive(self, message: control_pb2.ToWorker) -> None:
         super()._receive(message)
@@ -103,6 +115,10 @@ class Workers:
         for node, link in self._links.items():
             if node in view.nodes:
                 link.viewed(view, "death", (), (), step, time.time())
+
+    def train(self, begin: bool) -> None:
+        """From now on the workers report steps, or no longer do."""
+        TimedLink.training.set() if begin else TimedLink.training.clear()
 
     def arrived(self, kind: str, number: int, nodes: Sequence[int]) -> list[float]:
         """When those of `nodes` that are here heard of it."""
