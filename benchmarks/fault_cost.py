@@ -131,7 +131,8 @@ def epoch_parts(run_dir: Path, change: dict[str, Any]) -> dict[str, float]:
     for path in sorted((run_dir / "blocks").glob("*.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         offset = lines[0]["unix_time"] - lines[0]["time"]
-        before = [line["time"] for line in lines if line.get("next_epoch") == change["epoch"]]
+        # Within the epoch, commits name it too.
+        before = [line["time"] for line in lines if line.get("next_epoch") == change["epoch"] != line["epoch"]]
         mine = [line for line in lines if line.get("epoch") == change["epoch"]]
         times = {(line["line"], line["number"]): line["time"] for line in reversed(mine)}
         if not before or ("concluded", 1) not in times:

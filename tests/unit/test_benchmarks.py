@@ -84,9 +84,11 @@ def test_an_epoch_is_split_into_parts_that_add_up(tmp_path: Path) -> None:
         {"line": "exit", "time": 110.3, "epoch": 2, "number": 0},
         {"line": "enter", "time": 110.6, "epoch": 2, "number": 1},
         {"line": "exit", "time": 110.65, "epoch": 2, "number": 1},
-        {"line": "concluded", "time": 110.7, "epoch": 2, "number": 1, "verdict": "commit"},
+        {"line": "concluded", "time": 110.7, "epoch": 2, "number": 1, "verdict": "commit", "next_epoch": 2},
     ]
-    (tmp_path / "blocks" / "0-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    joiners = [lines[0], *lines[2:]]  # who was not there before cannot tell what the change cost
+    for name, written in (("0-1", joiners), ("1-0", lines)):
+        (tmp_path / "blocks" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
     parts = fault_cost.epoch_parts(tmp_path, {"epoch": 2, "heal_s": 0.1, "reported_time": 1111.0})
     assert parts.pop("concluded") == 1110.0
     assert sum(parts.values()) == pytest.approx(1.0)
