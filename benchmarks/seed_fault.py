@@ -1,6 +1,6 @@
 """What a fault costs the second example of JAX's guide to fault tolerance, adapted to a recipe's model.
 
-    python benchmarks/seed_fault.py recipes/byte_lm.py --workers 3 --set batch_size=18 --out benchmarks/results/NAME.json
+    python benchmarks/seed_fault.py recipes/byte_lm.py --workers 3 --set batch_size=18 --out OUT.json
 
 As in the guide: process 0 holds the coordination service, deaths are found by heartbeats of 10 s, the whole step is in
 `live_devices`, and process 0 sends its state to whoever comes back. Changed: the model, with its whole state sent; no
