@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +53,7 @@ def sha256_of_leaves(named: Iterable[tuple[str, Any]]) -> str:
     """SHA-256 over leaves, each as `digests.add_leaf` has it."""
     digest = hashlib.sha256()
     for path, leaf in named:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        add_leaf(digest, path, np.asarray(leaf))
+        add_leaf(digest, path, np.asarray(stored(leaf)))
     return digest.hexdigest()
 
 
@@ -70,10 +68,31 @@ def state_sha256(state: TrainState) -> str:
     return sha256_of_leaves(key_path_leaves({**state.arrays, **counters}))
 
 
+def stored_shape(like: jax.ShapeDtypeStruct | jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what holds the array's bits: of random keys those of their key data."""
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    held = jax.eval_shape(jax.random.key_data, like) if is_key else like
+    return jax.ShapeDtypeStruct(held.shape, held.dtype)
+
+
+def stored(array: jax.Array) -> jax.Array:
+    """The array, or the key data of random keys; traceable."""
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+
+
+def from_stored(array: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
+    """Inverse of `stored` for an array of the dtype of `like`; traceable."""
+    if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return array
+    # `key_impl` takes arrays only, also traced ones, and no shapes.
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(array, impl=impls[0])
+
+
 def as_bytes(array: jax.Array) -> jax.Array:
     """The array's bits as uint8[num_bytes]; traceable."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
+    array = stored(array)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(-1)
@@ -81,14 +100,12 @@ def as_bytes(array: jax.Array) -> jax.Array:
 
 def from_bytes(data: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.Array:
     """Inverse of `as_bytes` for an array of the shape and dtype of `like`; traceable."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        raw = jax.eval_shape(jax.random.key_data, like)
-        return jax.random.wrap_key_data(from_bytes(data, raw), impl=str(jax.random.key_impl(cast(jax.Array, like))))
-    if like.dtype == jnp.bool_:
-        return data.reshape(like.shape).astype(jnp.bool_)
-    size = like.dtype.itemsize
-    shape = like.shape if size == 1 else (*like.shape, size)
-    return jax.lax.bitcast_convert_type(data.reshape(shape), like.dtype).reshape(like.shape)
+    held = stored_shape(like)
+    if held.dtype == jnp.bool_:
+        return data.reshape(held.shape).astype(jnp.bool_)
+    size = held.dtype.itemsize
+    shape = held.shape if size == 1 else (*held.shape, size)
+    return from_stored(jax.lax.bitcast_convert_type(data.reshape(shape), held.dtype).reshape(held.shape), like)
 
 
 def fingerprint(tree: PyTree) -> jax.Array:
@@ -119,9 +136,7 @@ def _places(size: int, leaf: int, element_step: int, leaf_step: int) -> jax.Arra
 
 def _words(leaf: jax.Array) -> jax.Array:
     """The leaf's bits as uint32[n]: whole words where the dtype allows, else one word per byte."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    leaf = jnp.asarray(leaf)
+    leaf = jnp.asarray(stored(leaf))
     if leaf.dtype != jnp.bool_ and leaf.dtype.itemsize in (4, 8):
         return jax.lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1)
     return as_bytes(leaf).astype(jnp.uint32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  # NumPy learns bfloat16 and the like from it
 import numpy as np
 
-from elastic_train.state import PyTree
+from elastic_train.state import PyTree, from_stored, stored, stored_shape
 
 PARTS = ("params", "model_state", "opt_state")
 """The state's trees; each is an Orbax item of its own, so that parameters can be read without the rest."""
@@ -53,8 +54,7 @@ def with_values(tree: PyTree, found: Mapping[str, np.ndarray], put: Callable[[np
     """`tree`, of real arrays, with the values of `found`, by key path; `put` brings one to the device."""
 
     def value(keys: tuple[str, ...], leaf: Any) -> jax.Array:
-        array = put(found["/".join(keys)])
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if random_key_name(leaf) else array
+        return from_stored(put(found["/".join(keys)]), leaf)
 
     return jax.tree.unflatten(jax.tree.structure(tree), [value(*item) for item in named_leaves(tree)])
 
@@ -63,9 +63,9 @@ def leaf_kinds(tree: PyTree) -> dict[str, str]:
     """What `manifest.other_leaves` compares: dtype and shape by key path. Shapes suffice, arrays need not be there."""
     kinds = {}
     for keys, leaf in named_leaves(tree):
-        name = random_key_name(leaf)
-        stored = jax.eval_shape(jax.random.key_data, leaf) if name else leaf
-        kinds["/".join(keys)] = f"{name or np.dtype(stored.dtype).name}[{', '.join(map(str, stored.shape))}]"
+        held = stored_shape(leaf)
+        name = random_key_name(leaf) or np.dtype(held.dtype).name
+        kinds["/".join(keys)] = f"{name}[{', '.join(map(str, held.shape))}]"
     return kinds
 
 
@@ -85,12 +85,11 @@ class Snapshot:
         self.layout: list[dict[str, Any]] = []
         self.num_bytes = 0
         for keys, leaf in named_leaves(tree):
-            name = random_key_name(leaf)
-            stored = jax.eval_shape(jax.random.key_data, leaf) if name else leaf
-            dtype = np.dtype(stored.dtype)
-            about = {"keys": keys, "dtype": dtype.name, "shape": stored.shape, "random_key": name}
+            held = stored_shape(leaf)
+            dtype = np.dtype(held.dtype)
+            about = {"keys": keys, "dtype": dtype.name, "shape": held.shape, "random_key": random_key_name(leaf)}
             self.layout.append({**about, "offset": self.num_bytes})
-            size = int(np.prod(stored.shape, dtype=np.int64)) * dtype.itemsize
+            size = math.prod(held.shape) * dtype.itemsize
             self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.descriptor = os.memfd_create("checkpoint")
         os.ftruncate(self.descriptor, max(1, self.num_bytes))
@@ -104,8 +103,7 @@ class Snapshot:
             if isinstance(leaf, jax.Array):
                 leaf.copy_to_host_async()
         for target, leaf in zip(self._arrays, leaves, strict=True):
-            stored = jax.random.key_data(leaf) if target.random_key else leaf
-            np.copyto(_bytes(target.array), _bytes(np.asarray(stored)))
+            np.copyto(_bytes(target.array), _bytes(np.asarray(stored(leaf))))
 
     def close(self) -> None:
         """Gives the memory back. Nobody may use it any more."""

@@ -252,25 +252,62 @@ def test_row_17_killed_exactly_at_the_boundary_of_a_pass(tmp_path: Path) -> None
     assert digests[0] == digests[1]
 
 
+MOMENTS = ("job", "starting", "started", "warming", "ready", "view", "training", "evaluation", "save", "save")
+"""What a job is doing when it is told to stop: from the start of the command to a save in the middle of training."""
+
+
+def wait_moment(running: Job, moment: str, steps: int, before: int) -> None:
+    """Waits until this start of the job, whose events come after the first `before`, is there.
+
+    Where it trains, it has trained so many `steps` by then.
+    """
+    events = {
+        "job": "job_started",
+        "starting": "worker_starting",
+        "started": "worker_started",
+        "warming": "worker_warming",
+        "ready": "worker_ready",
+        "view": "view_changed",
+    }
+
+    evaluating = "'where': 'evaluate'"
+    seen = running.logs().count(evaluating)
+
+    def noted(name: str) -> list[dict[str, Any]]:
+        return [event for event in running.lines("events.jsonl")[before:] if event["event"] == name]
+
+    running.wait_for(moment, lambda: noted(events.get(moment, "recovered")))
+    if moment in events:
+        return
+    first = noted("recovered")[0]["step"]
+    running.wait_step(first + steps)
+    if moment == "evaluation":
+        running.wait_for("an evaluation", lambda: running.logs().count(evaluating) > seen)
+    elif moment == "save":
+        running.wait_for("a save", lambda: list((running.run_dir / "checkpoints").glob("*.partial-*")))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_row_19_sigterm_at_random_moments(tmp_path: Path) -> None:
+def test_row_19_sigterm_at_twenty_random_moments(tmp_path: Path) -> None:
     """Start-up, compilation, evaluation and saves included: always 130, always resumable, exact."""
     chance = random.Random(19)
     run_dir, other = tmp_path / "run", tmp_path / "plain"
     options = ("--set", f"checkpoint.every_steps={EVERY}", "--set", "eval_every=5")
-    for number in range(20):
-        workers = chance.randint(1, 3)
-        with Job(run_dir, FAULTY, "--steps", "5000", *options, workers=workers, pace_s=0.05) as running:
-            running.wait_for("the run directory", run_dir.exists)
-            began = len(running.events("recovered"))
-            if number % 2:
-                running.wait_event("recovered", count=began + 1)
-                time.sleep(chance.random() * 2)
-            else:
-                time.sleep(chance.random() * 10)
+    moments = [*MOMENTS, *MOMENTS]
+    chance.shuffle(moments)
+    slow = {"slot": -1, "incarnation": -1, "where": "evaluate", "what": "slow", "seconds": 1.0}
+    for number, moment in enumerate(moments):
+        faults = [slow] if moment == "evaluation" else []
+        workers, steps = chance.randint(1, 3), chance.randint(1, 12)
+        before = len(read_lines(run_dir / "events.jsonl")) if run_dir.exists() else 0
+        with Job(run_dir, FAULTY, "--steps", "5000", *options, workers=workers, pace_s=0.05, faults=faults) as running:
+            wait_moment(running, moment, steps, before)
+            time.sleep(chance.random() / 2)
+            told = time.monotonic()
             running.process.send_signal(signal.SIGTERM)
-            assert running.finish() == 130, running.logs()
+            assert running.finish() == 130, f"{number}: {moment}\n{running.logs()}"
+            print(f"{number}: {moment}, {workers} workers: ended in {time.monotonic() - told:.1f} s", flush=True)
             assert running.processes_left() == []
     steps = saved_steps(run_dir)[-1] + 10
     with Job(run_dir, FAULTY, "--steps", str(steps), *options, workers=2) as last:
