@@ -183,6 +183,9 @@ class CheckpointConfig:
       every_s: seconds between two saves; 0 for none by time.
       keep: how many of the newest stay. With 1 there is none to fall back on. 0 saves nothing at all.
       keep_every_steps: every so many steps one is saved that stays for ever; 0 for none.
+      when_busy: what becomes of a save that is due by `every_steps` while the one before is still being written.
+        "wait": training waits. "defer": it is left out, and the newest state is saved as soon as that is possible.
+        "auto": "wait" with states up to 64 MiB, "defer" with larger ones.
       path: where to; by default `checkpoints` in the run directory. All hosts must reach it. Also a URL that Orbax
         takes, such as gs://bucket/run.
     """
@@ -191,12 +194,15 @@ class CheckpointConfig:
     every_s: float = 300.0
     keep: int = 3
     keep_every_steps: int = 0
+    when_busy: Literal["auto", "wait", "defer"] = "auto"
     path: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "every_s", "keep", "keep_every_steps"):
             value = getattr(self, name)
             require(value >= 0, f"checkpoint.{name}", value, "use 0 (none) or a positive number")
+        known = ("auto", "wait", "defer")
+        require(self.when_busy in known, "checkpoint.when_busy", self.when_busy, f"use one of {', '.join(known)}")
         require(self.path != "", "checkpoint.path", self.path, "name a directory, or leave it out")
 
 

@@ -18,7 +18,8 @@ def add_leaf(digest: Hash, path: str, array: np.ndarray) -> None:
     """Adds key path, zero byte, dtype, zero byte, shape, zero byte, little-endian C-order bytes."""
     shape = ",".join(str(size) for size in array.shape)
     digest.update(f"{path}\0{array.dtype.name}\0{shape}\0".encode())
-    digest.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+    flat = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1)
+    digest.update(flat.view(np.uint8))  # not `tobytes`: a copy, made while the interpreter's lock is held
 
 
 def sha256_of_leaf(path: str, array: np.ndarray) -> str:

@@ -110,6 +110,8 @@ class Training:
             self._keeping.close()
 
     def _run(self, view: View) -> Result:
+        if view.members[0] == self._group.me:
+            self._keeping.warm_up(self.state)  # importing takes seconds, which a short run would wait for at its end
         self._begin(view)
         while self.state.step < self._config.steps:
             if len(self._group.view.members) < self._min_workers:

@@ -68,6 +68,11 @@ class Keeping:
                 "to begin anew."
             )
 
+    def warm_up(self, state: TrainState) -> None:
+        """Starts what the first save needs, in the background; `state` is of the shapes to be saved."""
+        if self._saves is not None:
+            self._saves.warm_up(state)
+
     def load(self, like: TrainState) -> TrainState | None:
         """The state of the newest good checkpoint; None if there is none. Raises as `refuse_other`.
 
@@ -103,7 +108,7 @@ class Keeping:
         if self._saves is None:
             return
         if self._group.is_first:
-            self._saves.warm_up(state)
+            self.warm_up(state)
         self._saves.committed(state, asked, self._group.is_first, lambda: self._position(state, metrics))
 
     def before_update(self) -> None:

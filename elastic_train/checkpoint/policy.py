@@ -10,6 +10,9 @@ FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 300.0
 """How long nothing is saved after a save that failed: doubled with each failure in a row, up to this."""
 
+WAITING_BYTES = 64 << 20
+"""A smaller state is written in a fraction of a second, so that waiting for it costs less than a save left out."""
+
 
 def is_due(config: CheckpointConfig, step: int, last_step: int, asked: bool) -> bool:
     """Whether the state after `step` is to be saved; the same on all members.
@@ -32,6 +35,21 @@ def to_delete(config: CheckpointConfig, steps: Iterable[int]) -> list[int]:
     old = ordered[: max(0, len(ordered) - config.keep)]
     every = config.keep_every_steps
     return [step for step in old if not (every and step % every == 0)]
+
+
+def waits(config: CheckpointConfig, step: int, num_bytes: int, asked: bool) -> bool:
+    """Whether training waits with a save that is due until the one before it is written; else it is left out.
+
+    Args:
+      config: the job's policy.
+      step: completed updates.
+      num_bytes: size of the state.
+      asked: as `is_due` has it.
+    """
+    every = config.keep_every_steps
+    if asked or config.when_busy == "wait" or (every and step % every == 0):
+        return True
+    return config.when_busy == "auto" and num_bytes <= WAITING_BYTES
 
 
 def retry_delay_s(failures: int) -> float:

@@ -44,6 +44,7 @@ class Save:
       deleted: steps whose checkpoints it took the place of.
       request: number of the newest request that it answers; 0 for none.
       trouble: what went wrong besides.
+      left_out: steps that were due while the save before was being written, and that this one stands for.
       is_last: nothing is saved afterwards: training has ended.
     """
 
@@ -56,6 +57,7 @@ class Save:
     deleted: tuple[int, ...] = ()
     request: int = 0
     trouble: str = ""
+    left_out: tuple[int, ...] = ()
     is_last: bool = False
 
 
@@ -74,6 +76,10 @@ class Requests(Protocol):
 
     def phase(self, name: str, step: int) -> None:
         """Told what is waited for."""
+        ...
+
+    def noted(self, event: str, show: str, **fields: object) -> None:
+        """Told something for the events, and a line for people."""
         ...
 
     def saved(self, save: Save) -> None:
@@ -116,6 +122,9 @@ class Saves:
         self._failures = 0
         self._answered = self._voted_for = 0
         self._stall_s = 0.0
+        self._writing_step = 0
+        self._left_out: list[int] = []
+        self._told_of_busy = False
         self._snapshot: Snapshot | None = None
         self._jobs: queue.SimpleQueue[tuple[TrainState, Position, Save] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -168,6 +177,10 @@ class Saves:
         if not is_first or (self._clock() < self._not_before and not asked):
             return
         if not self._idle.is_set():
+            num_bytes = self._snapshot.num_bytes if self._snapshot else 0
+            if not policy.waits(self._config, state.step, num_bytes, asked):
+                self._leave_out(state.step)
+                return
             self._requests.phase("save", state.step)
         if not self._idle.wait(BUSY_LIMIT_S):
             self._failed()
@@ -175,6 +188,20 @@ class Saves:
             return
         self._stall_s = self._clock() - self._since
         self._start(state, position(), Save(state.step, request=request))
+
+    def _leave_out(self, step: int) -> None:
+        """Notes a save that is owed from now on: see `wants`."""
+        self._left_out.append(step)
+        if not self._told_of_busy:
+            self._told_of_busy = True
+            self._requests.noted(
+                "checkpoint_deferred",
+                f"step {step} is not saved: step {self._writing_step} is still being written, and training does not "
+                "wait for it (checkpoint.when_busy). The newest state is saved as soon as that has ended; this is not "
+                "said again",
+                step=step,
+                writing_step=self._writing_step,
+            )
 
     def before_update(self) -> None:
         """Call it before the newest state is donated: the copy must have been made."""
@@ -221,6 +248,9 @@ class Saves:
 
     def _start(self, state: TrainState, position: Position, save: Save) -> None:
         self.warm_up(state)
+        save = replace(save, left_out=tuple(self._left_out))
+        self._left_out.clear()
+        self._writing_step = state.step
         self._answered = max(self._answered, save.request)
         self._copied.clear()
         self._idle.clear()

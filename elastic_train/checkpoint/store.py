@@ -27,7 +27,22 @@ from elastic_train.checkpoint.verify import Damage, describe, files_of
 from elastic_train.digests import sha256_of_leaf
 
 _CHUNK = 1 << 22
+_FILE_BYTES = 32 << 20
+"""Larger leaves are spread over files of about this size, so that threads share their writing, reading and digests."""
+
 _NUM_THREADS = 8
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax warns of things that hold for every save, one line each; its errors are raised."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class NotFinite(Exception):
@@ -57,24 +72,29 @@ def save(root: Path, leaves: Sequence[NamedArray], position: Position, run: Run)
             return places.read_manifest(final)
         except manifest.ManifestError:
             places.set_aside(final)
-    described = _describe(leaves)
-    if bad := manifest.newly_broken(described, _newest_leaves(root)):
-        raise NotFinite(", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else ""))
     owners = {_orbax_directory(leaf.keys): leaf.path for leaf in leaves}
-    if len(owners) < len(leaves) or len(described) < len(leaves):
+    if len(owners) < len(leaves) or len({leaf.path for leaf in leaves}) < len(leaves):
         raise ValueError("two leaves whose names differ only in '.' and '/' would share one name on disk; rename one")
     root.mkdir(parents=True, exist_ok=True)
-    staging = places.staging(root, position.step)
-    try:
-        _write(staging, leaves)
-        files = {name: describe(staging / name, _owner(name, owners)) for name in files_of(staging)}
-        written = Manifest(position=position, run=run, leaves=described, files=files, time=time.time())
-        _write_manifest(staging, written)
-        places.publish(staging, final)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _remove_unfinished(root, staging)
-        raise
+    before, staging = _newest_leaves(root), places.staging(root, position.step)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        describing = {leaf.path: pool.submit(_describe, leaf) for leaf in leaves}
+        try:
+            _write(staging, leaves)
+            described = {path: future.result() for path, future in describing.items()}
+            if bad := manifest.newly_broken(described, before):
+                raise NotFinite(", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else ""))
+            names = list(files_of(staging))
+            files = pool.map(lambda name: describe(staging / name, _owner(name, owners)), names)
+            about = {"leaves": described, "files": dict(zip(names, files, strict=True)), "time": time.time()}
+            written = Manifest(position=position, run=run, **about)
+            _write_manifest(staging, written)
+            places.publish(staging, final)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            with contextlib.suppress(OSError):
+                _remove_unfinished(root, staging)
+            raise
     return written
 
 
@@ -132,15 +152,10 @@ def _remove_unfinished(root: Path, staging: Path) -> None:
             path.rmtree()
 
 
-def _describe(leaves: Sequence[NamedArray]) -> dict[str, Leaf]:
-    def describe_one(leaf: NamedArray) -> Leaf:
-        array = leaf.array
-        digest = sha256_of_leaf(leaf.path, array)
-        broken = _is_broken(array, or_infinite=leaf.keys[0] == "params")
-        return Leaf(array.dtype.name, array.shape, digest, broken, leaf.random_key)
-
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return dict(zip([leaf.path for leaf in leaves], pool.map(describe_one, leaves), strict=True))
+def _describe(leaf: NamedArray) -> Leaf:
+    array = leaf.array
+    broken = _is_broken(array, or_infinite=leaf.keys[0] == "params")
+    return Leaf(array.dtype.name, array.shape, sha256_of_leaf(leaf.path, array), broken, leaf.random_key)
 
 
 def _is_broken(array: np.ndarray, or_infinite: bool) -> bool:
@@ -150,7 +165,7 @@ def _is_broken(array: np.ndarray, or_infinite: bool) -> bool:
     flat = array.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
         chunk = flat[start : start + _CHUNK]
-        if np.isnan(chunk).any() or (or_infinite and not np.isfinite(chunk).all()):
+        if not np.isfinite(chunk).all() if or_infinite else np.isnan(chunk).any():
             return True
     return False
 
@@ -163,8 +178,17 @@ def _newest_leaves(root: Path) -> dict[str, Leaf]:
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
-    # A directory for each leaf, not one database for all: so a damaged file names its leaf.
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, multiprocessing_options=_alone())
+    # A directory for each leaf, not one database for all: so a damaged file names its leaf. Not compressed: trained
+    # numbers shrink by less than a tenth, and compressing them takes longer than everything else. Orbax copies host
+    # arrays before it writes them, for callers that change them meanwhile; ours wait.
+    numpy_handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_zarr3=True,
+        use_compression=False,
+        multiprocessing_options=_alone(),
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((np.ndarray, numpy_handler)),
+    )
 
 
 def _alone() -> ocp.options.MultiprocessingOptions:
@@ -172,19 +196,26 @@ def _alone() -> ocp.options.MultiprocessingOptions:
     return ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix="alone")
 
 
+@_quiet()
 def _write(staging: Path, leaves: Sequence[NamedArray]) -> None:
     # Orbax refuses arrays without elements; their shape and dtype, which the manifest has, say everything.
     tree = nested({leaf.keys: leaf.array for leaf in leaves if leaf.array.size})
-    items = {part: ocp.args.PyTreeSave(tree[part]) for part in PARTS if tree.get(part)}
+    pieces = ocp.SaveArgs(chunk_byte_size=_FILE_BYTES)
+    items = {
+        part: ocp.args.PyTreeSave(tree[part], jax.tree.map(lambda _: pieces, tree[part]))
+        for part in PARTS
+        if tree.get(part)
+    }
     handlers: dict[str, Any] = {part: _handler() for part in items}
     handler = ocp.CompositeCheckpointHandler(**handlers)
-    with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
+    with ocp.Checkpointer(handler, multiprocessing_options=_alone()) as checkpointer:
         checkpointer.save(staging, args=ocp.args.Composite(**items))
 
 
+@_quiet()
 def _read_part(path: Path, part: str, stored: Mapping[str, Leaf]) -> dict[str, np.ndarray]:
     try:
-        with _quiet(), ocp.Checkpointer(_handler(), multiprocessing_options=_alone()) as checkpointer:
+        with ocp.Checkpointer(_handler(), multiprocessing_options=_alone()) as checkpointer:
             tree = checkpointer.restore(path / part)
     except Exception as error:
         if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError):
@@ -237,15 +268,3 @@ def _write_manifest(staging: Path, written: Manifest) -> None:
         file.flush()
         if not places.is_remote(staging):
             os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax warns of things that hold for every save, one line each; its errors are raised."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_SAVED = ("step", "path", "num_bytes", "seconds", "stall_s", "deleted")
+_SAVED = ("step", "path", "num_bytes", "seconds", "stall_s", "deleted", "left_out")
 
 
 def tell(save: Mapping[str, Any], event: Callable[..., Any], show: Callable[[str], None], **who: Any) -> None:

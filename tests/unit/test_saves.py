@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from elastic_train.checkpoint import places, saves, writing
+from elastic_train.checkpoint import places, policy, saves, writing
 from elastic_train.checkpoint.manifest import Position, Run
 from elastic_train.checkpoint.saves import Save, Saves
 from elastic_train.config import CheckpointConfig
@@ -24,11 +24,15 @@ class Requests:
         self.save_requested = 0
         self.saved_step = 0
         self.told: list[Save] = []
+        self.notes: list[tuple[str, dict[str, object]]] = []
         self.news = threading.Condition()
         self.last: list[bool | None] = []
 
     def phase(self, name: str, step: int) -> None:
         pass
+
+    def noted(self, event: str, show: str, **fields: object) -> None:
+        self.notes.append((event, fields))
 
     def saved(self, save: Save) -> None:
         with self.news:
@@ -178,6 +182,44 @@ def test_a_save_that_hangs_stops_nobody(writer, monkeypatch: pytest.MonkeyPatch)
     writer.gate.set()
     assert requests.expect(2).step == 1
     member.close()
+
+
+def test_training_does_not_wait_for_a_large_state_and_saves_the_newest_afterwards(writer, monkeypatch) -> None:
+    monkeypatch.setattr(policy, "WAITING_BYTES", 0)
+    requests, clock = Requests(), Clock()
+    member = make(requests, clock, every_steps=1)
+    writer.gate.clear()
+    for step in (1, 2, 3):
+        commit(member, step)
+        member.before_update()
+        assert not member.wants()  # one save at a time
+    assert requests.told == []
+    assert requests.notes == [("checkpoint_deferred", {"step": 2, "writing_step": 1})]
+    writer.gate.set()
+    assert requests.expect(1).step == 1
+    assert member._idle.wait(LIMIT_S) and member.wants()
+    commit(member, 4, asked=True)
+    saved = requests.expect(2)
+    assert (saved.step, saved.left_out) == (4, (2, 3))
+    assert not member.wants()
+    member.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "num_bytes", "asked", "expected"),
+    [
+        ({}, 10, policy.WAITING_BYTES, False, True),
+        ({}, 10, policy.WAITING_BYTES + 1, False, False),
+        ({}, 10, policy.WAITING_BYTES + 1, True, True),
+        ({"when_busy": "wait"}, 10, policy.WAITING_BYTES + 1, False, True),
+        ({"when_busy": "defer"}, 10, 1, False, False),
+        ({"when_busy": "defer", "keep_every_steps": 20}, 10, 1, False, False),
+        ({"when_busy": "defer", "keep_every_steps": 20}, 20, 1, False, True),
+    ],
+)
+def test_which_saves_are_waited_for(settings: dict, step: int, num_bytes: int, asked: bool, expected: bool) -> None:
+    config = CheckpointConfig(every_steps=10, **settings)
+    assert policy.waits(config, step, num_bytes, asked) is expected
 
 
 @pytest.mark.parametrize(("answers", "expected"), [([None, True], []), ([None, False], [7])])
