@@ -170,12 +170,14 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, Setting]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {file} cannot be read: {error}; give a TOML file in UTF-8") from error
     try:
-        table = tomllib.loads(text)
+        settings = list(_flatten(tomllib.loads(text), "", str(file)))
     except tomllib.TOMLDecodeError as error:
         place = re.search(r"at line (\d+)", str(error))
         line = place[1] if place else len(text.splitlines())
         raise ConfigError(f"{file}, line {line}: not valid TOML: {error}") from error
-    yield from _flatten(table, "", str(file))
+    except RecursionError:
+        raise ConfigError(f"{file}: arrays or tables are nested too deeply; settings need two levels at most") from None
+    yield from settings
 
 
 def _flatten(table: Mapping[str, object], prefix: str, source: str) -> Iterator[tuple[str, Setting]]:

@@ -79,7 +79,7 @@ class Conductor:
     Args:
       planned: all faults.
       workers, max_down: see `may_begin`.
-      directory: `chaos/` in the run directory; must not exist.
+      directory: `chaos/` in the run directory.
       job: the job.
       clock: gives Unix time.
 

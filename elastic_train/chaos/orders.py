@@ -51,7 +51,13 @@ class Orders:
     # The job's end.
 
     def create(self) -> None:
-        """Makes the directory. Raises OSError."""
+        """Makes the directory; that of an earlier start of the run is kept, as `chaos.1` or so. Raises OSError."""
+        directory = self._file.parent
+        if directory.exists():
+            number = 1
+            while (kept := directory.with_name(f"{directory.name}.{number}")).exists():
+                number += 1
+            directory.rename(kept)
         self._struck.mkdir(parents=True)
         self._file.touch()
 

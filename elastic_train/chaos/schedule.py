@@ -236,6 +236,8 @@ def parse_schedule(text: str) -> Schedule:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ScheduleError(f"not valid TOML: {error}") from error
+    except RecursionError:
+        raise ScheduleError("arrays or tables are nested too deeply; a chaos file needs two levels at most") from None
     for key in table:
         if key not in ("seed", "patient", "fault", "random"):
             raise unknown(key, ("seed", "patient", "fault", "random"), "the file")

@@ -57,7 +57,7 @@ def _call(run_dir: Path, limit_s: float, call: Callable[..., Reply]) -> Reply:
     try:
         job = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
         address = job.get("address")
-        secret = (run_dir / "secret").read_text(encoding="utf-8") if address else ""
+        secret = (run_dir / "secret").read_text(encoding="utf-8").strip() if address else ""
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read what leads to the job in {run_dir}: {error}") from error
     if not address:

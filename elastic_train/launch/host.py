@@ -203,7 +203,7 @@ def _find_secret(run_dir: Path, environ: Mapping[str, str]) -> str:
     if secret := secret_of(environ):
         return secret
     try:
-        return (run_dir / "secret").read_text(encoding="utf-8")
+        return (run_dir / "secret").read_text(encoding="utf-8").strip()
     except OSError as error:
         raise UsageError(
             f"no secret for the coordinator: {SECRET_VARIABLE} is not set and {run_dir / 'secret'} cannot be "

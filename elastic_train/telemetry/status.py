@@ -35,7 +35,7 @@ def live_status(run_dir: Path) -> dict[str, Any]:
     if (run_dir / "summary.json").exists() or not job.get("address"):
         return status_from_files(run_dir, is_alive=not job.get("address") and is_written(run_dir))
     try:
-        secret = (run_dir / "secret").read_text(encoding="utf-8")
+        secret = (run_dir / "secret").read_text(encoding="utf-8").strip()
     except OSError as error:
         raise UsageError(
             f"cannot read {run_dir / 'secret'}: {error.strerror}; only the user who started the job may ask"

@@ -252,8 +252,17 @@ def test_row_17_killed_exactly_at_the_boundary_of_a_pass(tmp_path: Path) -> None
     assert digests[0] == digests[1]
 
 
-MOMENTS = ("job", "starting", "started", "warming", "ready", "view", "training", "evaluation", "save", "save")
-"""What a job is doing when it is told to stop: from the start of the command to a save in the middle of training."""
+STAGES = (
+    "job_started",
+    "worker_starting",
+    "worker_started",
+    "worker_warming",
+    "worker_ready",
+    "view_changed",
+    "recovered",
+)
+MOMENTS = (*STAGES, "training", "evaluation", "save")
+"""What a job is doing when it is told to stop: from the start of the command on, compilation and all."""
 
 
 def wait_moment(running: Job, moment: str, steps: int, before: int) -> None:
@@ -261,24 +270,16 @@ def wait_moment(running: Job, moment: str, steps: int, before: int) -> None:
 
     Where it trains, it has trained so many `steps` by then.
     """
-    events = {
-        "job": "job_started",
-        "starting": "worker_starting",
-        "started": "worker_started",
-        "warming": "worker_warming",
-        "ready": "worker_ready",
-        "view": "view_changed",
-    }
-
     evaluating = "'where': 'evaluate'"
     seen = running.logs().count(evaluating)
 
     def noted(name: str) -> list[dict[str, Any]]:
         return [event for event in running.lines("events.jsonl")[before:] if event["event"] == name]
 
-    running.wait_for(moment, lambda: noted(events.get(moment, "recovered")))
-    if moment in events:
-        return
+    for stage in STAGES:
+        running.wait_for(stage, lambda name=stage: noted(name))
+        if stage == moment:
+            return
     first = noted("recovered")[0]["step"]
     running.wait_step(first + steps)
     if moment == "evaluation":

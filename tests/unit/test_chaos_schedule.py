@@ -18,6 +18,7 @@ RANDOM = "[random]\nevery_steps = 50\nkinds = { kill = 1 }\n"
     [
         ("", "there is no fault in it"),
         ("seed = 1\n[[fault", "not valid TOML"),
+        ("seed = " + "[" * 3000 + "]" * 3000, "nested too deeply"),
         ("seeds = 1", "unknown 'seeds'. Did you mean 'seed'?"),
         ("seed = 1.5\n" + KILL, "seed = 1.5: use a whole number"),
         ("fault = 1", "write each fault as a table of its own"),

@@ -62,6 +62,15 @@ def test_exact_places_are_told_before_the_start(job: ToldJob, tmp_path: Path) ->
     assert orders(tmp_path) == [Fault(kind="kill", step=20, slot=1, where="exchange")]
 
 
+def test_a_run_that_goes_on_keeps_what_was_on_record(job: ToldJob, tmp_path: Path) -> None:
+    text = '[[fault]]\nkind = "kill"\nstep = {}\nslot = 1\nwhere = "exchange"'
+    for step in (20, 30, 40):
+        conductor(job, tmp_path, text.format(step))
+    assert [fault.step for fault in orders(tmp_path)] == [40]
+    for number, step in ((1, 20), (2, 30)):
+        assert f"step = {step}" in (tmp_path / f"chaos.{number}" / "schedule.toml").read_text()
+
+
 def test_a_joiner_is_struck_after_the_step(job: ToldJob, tmp_path: Path) -> None:
     text = '[[fault]]\nkind = "kill"\nstep = 20\nslot = "joiner"\nwhere = "heal"'
     playing = conductor(job, tmp_path, text)

@@ -214,6 +214,11 @@ def test_toml_syntax_errors_name_file_and_line(tmp_path, text, line):
     assert f"run.toml, line {line}: not valid TOML" in message
 
 
+@pytest.mark.parametrize("text", ["steps = " + "[" * 3000 + "]" * 3000, "a" + ".a" * 3000 + " = 1"])
+def test_settings_that_are_nested_too_deeply(tmp_path, text):
+    assert "nested too deeply" in error_of(write(tmp_path, text))
+
+
 def test_unreadable_files(tmp_path):
     assert "does not exist" in error_of(tmp_path / "missing.toml")
     assert "cannot be read" in error_of(tmp_path)

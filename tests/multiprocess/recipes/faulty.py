@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -221,6 +222,22 @@ def carry_ballast(gigabytes: int) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+class CarriedKey(NamedTuple):
+    key: jax.Array
+
+
+def carry_key() -> optax.GradientTransformation:
+    """A typed random key in the state, which every step changes; updates stay as they are."""
+
+    def init(params):
+        return CarriedKey(jax.random.key(0))
+
+    def update(updates, state, params=None):
+        return updates, CarriedKey(jax.random.fold_in(state.key, 1))
+
+    return optax.GradientTransformation(init, update)
+
+
 class Net(nnx.Module):
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(8, width, rngs=rngs)
@@ -241,7 +258,7 @@ class Faulty(et.Trainer):
 
     def optimizer(self) -> optax.GradientTransformation:
         ballast = [carry_ballast(self.config.ballast_gb)] * (self.config.ballast_gb > 0)
-        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.schedule()), *ballast)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(self.schedule()), carry_key(), *ballast)
 
     def schedule(self) -> optax.Schedule:
         return optax.cosine_decay_schedule(1e-2, 3000)  # not the run's own length: runs of any length compare
