@@ -1,10 +1,12 @@
 """What saving costs while training goes on: a save every ten steps against none, in turns, in one run of this script.
 
     python benchmarks/save_stall.py --megabytes 12 300 --workers 2 --out benchmarks/results/NAME.json
+    python benchmarks/save_stall.py --megabytes 3000 --workers 1 --steps 200 --turns 1    # one GPU, a few minutes
 
 `--megabytes` is the size of the whole state: parameters and both moments of Adam. Each size gets jobs of its own,
 with and without saves in turns, so that whatever else the machine does hits both. Also told: how long a save takes
-from the copy to the rename, how long training waited for it, and how long the state takes to be read back.
+from the copy to the rename, how long training waited for it, how many of the saves that were due were left out since
+the one before was still being written, and how long the state takes to be read back.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from flax import nnx
 from report import about, write
 
 import elastic_train as et
+from elastic_train.launch.versions import versions
 
 LIMIT_S = 1800.0
 EVERY = 10
@@ -101,6 +104,8 @@ def measure(megabytes: int, workers: int, steps: int, turns: int) -> dict[str, A
         "step_s_without": {"mean": fmean(times[False]), "median": median(times[False])},
         "step_s_with": {"mean": fmean(times[True]), "median": median(times[True])},
         "ratio_of_means": fmean(times[True]) / fmean(times[False]),
+        "num_saves": len(inner),
+        "num_left_out": sum(len(event["left_out"]) for event in saves),
         "save_s": median(event["seconds"] for event in inner),
         "stall_s_per_save": fmean(event["stall_s"] for event in inner),
         "restore_s": median(loads),

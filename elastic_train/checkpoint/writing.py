@@ -1,7 +1,7 @@
 """The process that writes checkpoints, and the end of it that a worker holds.
 
 It is no part of JAX's distributed job, and so Orbax can run in it as it is meant to: see `store.py`. It also keeps
-Orbax's Python, the digests and the compression off the interpreter lock of the worker that trains.
+Orbax's Python and the digests off the interpreter lock of the worker that trains.
 """
 
 import json

@@ -81,28 +81,37 @@ def assert_as_undisturbed(run_dir: Path, plain: Path, steps: int = STEPS) -> Non
     assert proof.returncode == 0, proof.stdout
 
 
-def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(tmp_path: Path, plain: Path) -> None:
-    """Once within a pass, once during a save, once before the first checkpoint: 1000 samples of 48 are 21 steps."""
+def test_row_17_killed_as_a_whole_three_times_and_resumed_with_other_numbers_of_workers(
+    tmp_path: Path, plain: Path
+) -> None:
+    """During a save, and once more within the same pass (of 21 steps). Dropout and a schedule are on."""
     run_dir = tmp_path / "run"
     with job(run_dir, workers=2) as first:
-        first.wait_step(3)
+        first.wait_event("checkpoint_saved", step=EVERY)
         kill_all(first)
-    newest = (saved_steps(run_dir) or [0])[-1]
-    with job(run_dir, workers=3) as second:
-        assert second.wait_event("run_resumed")["step"] == newest
+    newest = [saved_steps(run_dir)[-1]]
+    with job(run_dir, workers=3, pace_s=0.1) as second:
+        assert second.wait_event("run_resumed")["step"] == newest[0]
         second.wait_for("a save at step 40 or later", lambda: [s for s in saved_steps(run_dir) if s >= 40])
         second.wait_for("the next save", lambda: list((run_dir / "checkpoints").glob("*.partial-*")))
         kill_all(second)
-    newest = saved_steps(run_dir)[-1]
-    with job(run_dir, workers=4) as third:
-        assert third.finish() == 0, third.logs()
-        resumed = third.events("run_resumed")[-1]
-        assert (resumed["step"], resumed["samples"]) == (newest, 48 * newest)
-        assert f"resuming from {run_dir}/checkpoints/{newest}" in third.output
-        assert third.summary["resumes"] == 2
-        assert [event["step"] for event in third.events("checkpoint_loaded")][-1] == newest
-        starts = [(event["slot"], event["incarnation"]) for event in third.events("worker_starting")]
-        assert len(set(starts)) == len(starts) == 2 + 3 + 4
+        killed = [second.lines("ledger.jsonl")[-1]]
+    newest.append(saved_steps(run_dir)[-1])
+    with job(run_dir, workers=1, pace_s=0.1) as third:
+        third.wait_event("recovered", step=newest[1])
+        kill_all(third)
+        killed.append(third.lines("ledger.jsonl")[-1])
+    newest.append(saved_steps(run_dir)[-1])
+    assert [line["passes"][-1][0] for line in killed] == [2, 2]
+    with job(run_dir, workers=4) as last:
+        assert last.finish() == 0, last.logs()
+        resumed = last.events("run_resumed")
+        assert [(event["step"], event["samples"]) for event in resumed] == [(step, 48 * step) for step in newest]
+        assert f"resuming from {run_dir}/checkpoints/{newest[-1]}" in last.output
+        assert last.summary["resumes"] == 3
+        assert [event["step"] for event in last.events("checkpoint_loaded")] == newest
+        starts = [(event["slot"], event["incarnation"]) for event in last.events("worker_starting")]
+        assert len(set(starts)) == len(starts) == 2 + 3 + 1 + 4
     assert saved_steps(run_dir) == [STEPS - 2 * EVERY, STEPS - EVERY, STEPS]
     assert not list((run_dir / "checkpoints").glob("*.partial-*"))
     assert_as_undisturbed(run_dir, plain)
