@@ -177,17 +177,18 @@ def _newest_leaves(root: Path) -> dict[str, Leaf]:
     return {}
 
 
+class _Still(np.ndarray):
+    """An array that nobody changes. Orbax copies all others before it writes them."""
+
+    def __deepcopy__(self, memo: object) -> np.ndarray:
+        return self
+
+
 def _handler() -> ocp.PyTreeCheckpointHandler:
     # A directory for each leaf, not one database for all: so a damaged file names its leaf. Not compressed: trained
-    # numbers shrink by less than a tenth, and compressing them takes longer than everything else. Orbax copies host
-    # arrays before it writes them, for callers that change them meanwhile; ours wait.
-    numpy_handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    # numbers shrink by less than a tenth, and compressing them takes longer than everything else.
     return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False,
-        use_zarr3=True,
-        use_compression=False,
-        multiprocessing_options=_alone(),
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry((np.ndarray, numpy_handler)),
+        use_ocdbt=False, use_zarr3=True, use_compression=False, multiprocessing_options=_alone()
     )
 
 
@@ -199,7 +200,7 @@ def _alone() -> ocp.options.MultiprocessingOptions:
 @_quiet()
 def _write(staging: Path, leaves: Sequence[NamedArray]) -> None:
     # Orbax refuses arrays without elements; their shape and dtype, which the manifest has, say everything.
-    tree = nested({leaf.keys: leaf.array for leaf in leaves if leaf.array.size})
+    tree = nested({leaf.keys: leaf.array.view(_Still) for leaf in leaves if leaf.array.size})
     pieces = ocp.SaveArgs(chunk_byte_size=_FILE_BYTES)
     items = {
         part: ocp.args.PyTreeSave(tree[part], jax.tree.map(lambda _: pieces, tree[part]))

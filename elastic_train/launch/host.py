@@ -48,7 +48,7 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
     slots = options.slots or tuple(range(options.workers))
     devices = assign_devices(platform, slots, environ)
     run_dir = options.run_dir.resolve()
-    secret = _find_secret(run_dir, environ)
+    secret = find_secret(run_dir, environ)
     environ = without_secret(environ)
     request = options.check_request(options.workers)
     config_file = run_dir / "config.toml"
@@ -199,7 +199,7 @@ def secret_of(environ: Mapping[str, str]) -> str | None:
     return secret
 
 
-def _find_secret(run_dir: Path, environ: Mapping[str, str]) -> str:
+def find_secret(run_dir: Path, environ: Mapping[str, str]) -> str:
     if secret := secret_of(environ):
         return secret
     try:
