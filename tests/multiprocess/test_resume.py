@@ -270,7 +270,7 @@ STAGES = (
     "view_changed",
     "recovered",
 )
-MOMENTS = (*STAGES, "training", "evaluation", "save")
+MOMENTS = (*STAGES, "training", "evaluation", "save", "below_floor")
 """What a job is doing when it is told to stop: from the start of the command on, compilation and all."""
 
 
@@ -291,7 +291,10 @@ def wait_moment(running: Job, moment: str, steps: int, before: int) -> None:
             return
     first = noted("recovered")[0]["step"]
     running.wait_step(first + steps)
-    if moment == "evaluation":
+    if moment == "below_floor":
+        running.kill(1)
+        running.wait_for("the pause", lambda: noted("below_floor"))
+    elif moment == "evaluation":
         running.wait_for("an evaluation", lambda: running.logs().count(evaluating) > seen)
     elif moment == "save":
         running.wait_for("a save", lambda: list((running.run_dir / "checkpoints").glob("*.partial-*")))
@@ -304,15 +307,17 @@ def test_row_19_sigterm_at_twenty_random_moments(tmp_path: Path) -> None:
     chance = random.Random(19)
     run_dir, other = tmp_path / "run", tmp_path / "plain"
     options = ("--set", f"checkpoint.every_steps={EVERY}", "--set", "eval_every=5")
-    moments = [*MOMENTS, *MOMENTS]
+    moments = [*MOMENTS, *chance.sample(MOMENTS, 20 - len(MOMENTS))]
     chance.shuffle(moments)
     # Not at the sample that is tried out before a worker is ready: some of the first evaluations.
     slow = {"slot": -1, "incarnation": -1, "where": "evaluate", "what": "slow", "seconds": 1.0, "after": 400}
     for number, moment in enumerate(moments):
         faults = [slow] if moment == "evaluation" else []
-        workers, steps = chance.randint(1, 3), chance.randint(1, 12)
+        workers, steps = chance.randint(2 if moment == "below_floor" else 1, 3), chance.randint(1, 12)
+        floor = ("--min-workers", str(workers)) if moment == "below_floor" else ()
         before = len(read_lines(run_dir / "events.jsonl")) if run_dir.exists() else 0
-        with Job(run_dir, FAULTY, "--steps", "5000", *options, workers=workers, pace_s=0.05, faults=faults) as running:
+        about: dict[str, Any] = {"workers": workers, "pace_s": 0.05, "faults": faults}
+        with Job(run_dir, FAULTY, "--steps", "5000", *options, *floor, **about) as running:
             wait_moment(running, moment, steps, before)
             time.sleep(chance.random() / 2)
             told = time.monotonic()
