@@ -262,6 +262,7 @@ class Saves:
         writer = Writer(snapshot.descriptor, snapshot.num_bytes, self._limit_s)
         with contextlib.suppress(OSError):  # then the save itself fails, and says so
             writer.start()
+        snapshot.touch()
         while (job := self._jobs.get()) is not None:
             state, position, save = job
             del job
