@@ -81,9 +81,7 @@ def assert_as_undisturbed(run_dir: Path, plain: Path, steps: int = STEPS) -> Non
     assert proof.returncode == 0, proof.stdout
 
 
-def test_row_17_killed_as_a_whole_three_times_and_resumed_with_other_numbers_of_workers(
-    tmp_path: Path, plain: Path
-) -> None:
+def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(tmp_path: Path, plain: Path) -> None:
     """During a save, and once more within the same pass (of 21 steps). Dropout and a schedule are on."""
     run_dir = tmp_path / "run"
     with job(run_dir, workers=2) as first:
@@ -302,7 +300,7 @@ def wait_moment(running: Job, moment: str, steps: int, before: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_row_19_sigterm_at_twenty_random_moments(tmp_path: Path) -> None:
+def test_row_19_sigterm_at_random_moments(tmp_path: Path) -> None:
     """Start-up, compilation, evaluation and saves included: always 130, always resumable, exact."""
     chance = random.Random(19)
     run_dir, other = tmp_path / "run", tmp_path / "plain"
