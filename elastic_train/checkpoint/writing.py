@@ -116,13 +116,13 @@ def _read_line(descriptor: int, limit_s: float) -> bytes | None:
 
 def main() -> None:
     """Answers requests, one JSON object a line, until the other side is gone. argv: parent, memory, its size."""
-    os.nice(NICENESS)
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what libraries print is no answer
         memory = mmap.mmap(int(sys.argv[2]), max(1, int(sys.argv[3])), prot=mmap.PROT_READ)
         from elastic_train.checkpoint import store
 
         store.warm_up()
+        os.nice(NICENESS)  # not before: the first saves wait for the imports
         cleaned: set[str] = set()
         for line in sys.stdin.buffer:
             request = json.loads(line)
