@@ -93,8 +93,8 @@ def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(tmp_
         hold = {"slot": 0, "incarnation": -1, "step": step, "where": "data", "what": "slow", "seconds": 600.0}
         with job(run_dir, workers=workers, faults=[hold]) as running:
             running.wait_event("run_resumed", count=len(newest))
-            running.wait_event("checkpoint_saved", step=50)
             running.wait_event("recovered", step=newest[-1] + 1)
+            running.wait_event("checkpoint_saved", step=50)
             running.wait_step(step)
             kill_all(running)
             killed = running.lines("ledger.jsonl")[-1]
