@@ -28,7 +28,6 @@ from flax import nnx
 from report import about, write
 
 import elastic_train as et
-from elastic_train.launch.versions import versions
 
 LIMIT_S = 1800.0
 EVERY = 10
