@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from elastic_train.checkpoint.saves import Requests
 from elastic_train.membership.group import Identity, View
+from elastic_train.telemetry.phase_times import PhaseTimes
 
 
 class Outside(Requests, Protocol):
@@ -16,6 +17,10 @@ class Outside(Requests, Protocol):
     def candidates(self) -> tuple[Identity, ...]: ...
     @property
     def stop_requested(self) -> str | None: ...
+    @property
+    def times(self) -> PhaseTimes:
+        """How long this worker was in which phase."""
+        ...
 
     def phase(self, name: str, step: int) -> None: ...
     def worked(self, seconds: float, num_shards: int) -> None: ...

@@ -37,6 +37,7 @@ from elastic_train.recipe import Recipe
 from elastic_train.state import params_sha256, state_sha256
 from elastic_train.step.local import leaf_kinds_of
 from elastic_train.telemetry import saves
+from elastic_train.telemetry.phase_times import PhaseTimes
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
@@ -59,8 +60,16 @@ class Nobody:
     has_checkpoints: bool = False
     first_epoch: int = 1
 
+    _times: PhaseTimes | None = None
+
+    @property
+    def times(self) -> PhaseTimes:
+        if self._times is None:
+            self._times = PhaseTimes()
+        return self._times
+
     def phase(self, name: str, step: int) -> None:
-        pass
+        self.times.enter(name)
 
     def worked(self, seconds: float, num_shards: int) -> None:
         pass

@@ -287,6 +287,7 @@ class Training:
             "epoch": self._group.view.epoch,
             "step_time_s": now - self._last_commit,
             "time": time.time(),
+            "phases": self._outside.times.take(),
         }
         if skipped:
             record["skipped"] = True

@@ -17,6 +17,7 @@ from elastic_train.config import MAX_REPORT_INTERVAL_S
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError
 from elastic_train.membership.group import Identity, View
+from elastic_train.telemetry.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from elastic_train.checkpoint.saves import Save
@@ -65,6 +66,7 @@ class Link:
       stop_requested: why all should agree on a stop after a commit; None while nobody asks.
       stopped_now: set when the coordinator says that all is over.
       saved_step: the newest step that any member has saved.
+      times: how long this worker was in which phase.
       has_checkpoints: whether whoever begins without a state shall load one.
       on_leave: called when this worker alone is to leave after a commit. Must not block.
       on_abort: called with a dead node id, at once, in the reading thread. Must not block.
@@ -88,6 +90,7 @@ class Link:
         self.stopped_now = threading.Event()
         self.saved_step = 0
         self.has_checkpoints = False
+        self.times = PhaseTimes()
         self._ended_step = self._save_asked = self._save_answered = 0
         self.on_leave: Callable[[str], None] = _ignore
         self.on_abort: Callable[[int], None] = _ignore
@@ -227,6 +230,7 @@ class Link:
     def phase(self, name: str, step: int) -> None:
         """Notes what this worker does now and how many steps it has committed; -1 says nothing of them. Costs next
         to nothing. Whoever does one thing for long says so again with each part that is done."""
+        self.times.enter(name)
         place = self._place
         self._place = _Place(name, place.step if step < 0 else step, place.beats + 1)
 

@@ -19,7 +19,7 @@ MAX_SHOWN = 10
 """How many leaves are printed."""
 
 # Of a step's lines: what may differ between two runs of the same computation.
-_CIRCUMSTANCES = frozenset({"step", "time", "step_time_s", "epoch", "workers"})
+_CIRCUMSTANCES = frozenset({"step", "time", "step_time_s", "epoch", "workers", "phases"})
 # Settings that decide how a run is watched and kept alive, never what it computes.
 _HARMLESS = ("log_every", "eval_every", "faults.", "checkpoint.")
 # Of those, the ones that decide what becomes of a step that is not finite, and of states that differ.

@@ -12,6 +12,7 @@ A *record* describes one committed step. Members send it as JSON:
 | `workers` | slots of the members that committed it |
 | `epoch` | version of the member list |
 | `time`, `step_time_s` | Unix time of the commit; seconds the step took |
+| `phases` | seconds since the record before, by what the member that tells of it did |
 | `first_sample`, `num_samples` | position of its first sample since the start of training; how many |
 | `passes` | list of [pass, first position in that pass, count]: which part of which pass over the data |
 | `pass_size` | samples of a pass: the length of the data set |
@@ -20,7 +21,9 @@ A *record* describes one committed step. Members send it as JSON:
 | `skipped` | optional, true: parameters and optimizer stayed as they were, since the gradient was not finite |
 | any other | a metric of the user's |
 
-A line of metrics.jsonl has these fields, less those of the ledger; what `evaluation` holds is there as `eval_NAME`.
+A line of metrics.jsonl has these fields, less those of the ledger. What `evaluation` holds is there as `eval_NAME`, and
+`phases` is the sum over the steps since the line before, those of an epoch's first step left out: the event `recovered`
+has them.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from elastic_train.errors import UsageError
 from elastic_train.telemetry.continuing import Past, cut_back
 from elastic_train.telemetry.faults import find_faults, find_rejoins, time_lost
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
+from elastic_train.telemetry.phase_times import added
 from elastic_train.telemetry.summary import summarize
 from elastic_train.telemetry.trackers import Tracker
 
@@ -57,7 +61,7 @@ MAX_HELD = 1024
 STEP_TIMES = 101
 """From how many steps the median is taken that the cost of a fault is computed with while a job runs."""
 
-_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "pass_size", "recovered", "evaluation"})
+_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "pass_size", "recovered", "evaluation", "phases"})
 # What the time lost so far is computed from.
 _COSTLY = frozenset(
     {
@@ -182,6 +186,7 @@ class RunDirectory:
         self._held: dict[int, Mapping[str, Any]] = {}
         self._unlogged: Mapping[str, Any] | None = None
         self._has_logged = past.has_metrics
+        self._phases: Mapping[str, float] = {}
         self._recovered: set[int] = set()
         self._retried: set[int] = set()
         self._event_time = past.time or -math.inf
@@ -288,7 +293,7 @@ class RunDirectory:
             if recovered and recovered["epoch"] not in self._recovered:
                 self._recovered.add(recovered["epoch"])
                 # The time of this step began with the last commit of the members that are left.
-                about = {"step": record["step"], "step_time_s": record.get("step_time_s")}
+                about = {name: record.get(name) for name in ("step", "step_time_s", "phases")}
                 self.event("recovered", **{**recovered, **about, "reported_time": record["time"]})
             elif record.get("step_time_s") is not None:
                 self._step_times.append(record["step_time_s"])
@@ -418,6 +423,8 @@ class RunDirectory:
             line["crosses"] = passes
         self._ledger.write(dump(line) + "\n")
         self._unlogged = record
+        if "recovered" not in record:
+            self._phases = added(self._phases, record.get("phases") or {})
         is_special = not self._has_logged or "evaluation" in record or record["step"] in self._retried
         if is_special or record["step"] % self._log_every == 0:
             self._log(record)
@@ -425,6 +432,9 @@ class RunDirectory:
     def _log(self, record: Mapping[str, Any]) -> None:
         line = {key: value for key, value in record.items() if key not in _NOT_LOGGED}
         line |= {f"eval_{name}": value for name, value in record.get("evaluation", {}).items()}
+        if self._phases:
+            line["phases"] = {name: round(seconds, 6) for name, seconds in self._phases.items()}
+            self._phases = {}
         self._metrics.write(dump(line) + "\n")
         for tracker in self._trackers:
             tracker.log(line)

@@ -45,6 +45,8 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
     if summary["goodput"] is not None:
         total += f"; {summary['goodput']:.1%} of the time between first and last step was not lost"
     lines.append(_line("time", total))
+    if went := _accounts(summary["time_accounts"]):
+        lines.append(_line("", went))
     if resumes := summary.get("resumes"):
         lines.append(_line("resumed", "once" if resumes == 1 else f"{resumes} times"))
     lines += _faults(summary["faults"])
@@ -60,6 +62,12 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
         if summary["traceback"]:
             lines.append(f"Its traceback is above, and in {run_dir / 'summary.json'}.")
     return "\n".join(lines)
+
+
+def _accounts(accounts: Mapping[str, Mapping[str, float]]) -> str:
+    """Where the time went, the largest shares first; what rounds to nothing is left out."""
+    found = sorted(accounts.items(), key=lambda item: -item[1]["share"])
+    return ", ".join(f"{name.replace('_', ' ')} {each['share']:.1%}" for name, each in found if each["share"] >= 0.0005)
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from elastic_train.telemetry.faults import Event, Fault, Rejoin, find_faults, find_rejoins, time_lost
+from elastic_train.telemetry.phase_times import added
+from elastic_train.telemetry.time_account import Span, account, with_shares
 
 
 class Part(NamedTuple):
@@ -49,7 +51,8 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
     - `time_lost_s`: the time from each death or raise to the next committed step, and the stalls at rejoins; what
       overlaps counts once. For a worker that fell silent it begins a median step after the last commit before.
 
-    `wall_s` is the time in which the job ran, that between its parts left out. `final_loss` is the training loss
+    `wall_s` is the time in which the job ran, that between its parts left out. `time_accounts` says where all of it
+    went: for each account of `time_account.account` its `seconds` and its `share`. `final_loss` is the training loss
     of the last step, whether it was logged or not. `message` is one sentence;
     `traceback` is the first one of the user's code, if the job failed. `faults_missed` are faults that `--chaos` was to
     inject and that found no occasion, as in a chaos file.
@@ -67,6 +70,9 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
     faults = [fault for part in parts for fault in find_faults(part.events, part.commits, step_time_s)]
     rejoins = [rejoin for part in parts for rejoin in find_rejoins(part.events, step_time_s)]
     steps_lost = _steps_lost(events)
+    spans, accounts = _spans(parts, end["time"]), dict[str, float]()
+    for span, part in zip(spans, parts, strict=True):
+        accounts = added(accounts, account(span, part.events, part.commits, step_time_s, faults, rejoins))
     # Without a final state, what the lines say.
     metrics = end.get("metrics") or _last_evaluation(commits)
     return {
@@ -82,7 +88,8 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
         "metrics": metrics,
         "step_time_s": step_time_s,
         "goodput": _goodput(parts, step_time_s, faults, rejoins, steps_lost),
-        "wall_s": _wall_s(parts, end["time"]),
+        "wall_s": sum(span.ended - span.began for span in spans),
+        "time_accounts": with_shares(accounts),
         "resumes": len(parts) - 1,
         "time_lost_s": time_lost(faults, rejoins),
         "steps_lost": steps_lost,
@@ -93,12 +100,12 @@ def summarize(events: Sequence[Event], commits: Sequence[Event], end: Mapping[st
     }
 
 
-def _wall_s(parts: Sequence[Part], ended: float) -> float:
-    """A part that was broken off ends with its last line."""
-    ends = [max(event["time"] for event in (*part.events, *part.commits)) for part in parts[:-1]]
+def _spans(parts: Sequence[Part], ended: float) -> list[Span]:
+    """When each part ran. One that was broken off ends with its last line."""
     if not any(event["event"] == "job_started" for event in parts[-1].events):
-        return 0.0
-    return sum(max(0.0, end - part.began) for part, end in zip(parts, [*ends, ended], strict=True))
+        return [Span(0.0, 0.0) for _ in parts]
+    ends = [max(event["time"] for event in (*part.events, *part.commits)) for part in parts[:-1]]
+    return [Span(part.began, max(part.began, end)) for part, end in zip(parts, [*ends, ended], strict=True)]
 
 
 def _goodput(

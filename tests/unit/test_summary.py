@@ -346,6 +346,7 @@ def test_report_says_what_each_fault_cost():
         "evaluation  accuracy 0.9612",
         "step time   0.50 s (median)",
         "time        110.00 s in total; 97.4% of the time between first and last step was not lost",
+        "            ending 81.8%, starting 9.1%, productive 8.4%, recovering 0.7%",
         "fault       worker 1 was killed after step 4: 0.50 s to the next step "
         "(detect 20.0 ms, rebuild 0.20 s, heal 0.10 s)",
         "fault       worker 1 was killed after step 4: no step had to wait",
