@@ -33,6 +33,7 @@ _LEAST = {
     "max_nonfinite_retries": 1,
     "max_skipped_steps": 1,
     "fingerprint_every": 0,
+    "compile_ahead": 0,
 }
 
 
@@ -62,6 +63,8 @@ class FaultConfig:
       max_skipped_steps: how many steps in a row "skip" leaves out before it stops after all.
       fingerprint_every: steps between two comparisons of all members' states; 0 compares them only when the members
         change.
+      compile_ahead: for how many likely next lists of members programs are compiled in the background, once an epoch
+        has settled: without each one of the present members, and with those that are ready to join. 0 for none.
       undecided: what to do when as many members hold one state as another. "stop": end the job, since nobody can say
         which is right. "oldest": the state of the member that was started first counts.
       start_timeout_s: a worker that is not ready this long after its start is killed and counted as failed.
@@ -95,6 +98,7 @@ class FaultConfig:
     max_nonfinite_retries: int = 2
     max_skipped_steps: int = 10
     fingerprint_every: int = 20
+    compile_ahead: int = 8
     undecided: Literal["stop", "oldest"] = "stop"
     start_timeout_s: float = 600.0
     start_grace_s: float = 60.0

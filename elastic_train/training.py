@@ -14,7 +14,18 @@ import numpy as np
 from elastic_train.checkpoint.keeping import Keeping
 from elastic_train.config import shards_note
 from elastic_train.errors import NonFiniteError, UserCodeError
-from elastic_train.membership.group import Agreed, Commit, Differ, Identity, NonFinite, Retry, Shrink, View, Vote
+from elastic_train.membership.group import (
+    MAX_JOINERS_PER_STEP,
+    Agreed,
+    Commit,
+    Differ,
+    Identity,
+    NonFinite,
+    Retry,
+    Shrink,
+    View,
+    Vote,
+)
 from elastic_train.membership.live import Group
 from elastic_train.membership.reconcile import STANDING_SIZE
 from elastic_train.outside import Outside
@@ -207,7 +218,8 @@ class Training:
         before = self.state
         # Whoever joined with the last commit would find nothing to do.
         last = before.step + 1 == self._config.steps
-        vote = self._vote(() if last else self._outside.candidates)
+        candidates = () if last else self._outside.candidates[:MAX_JOINERS_PER_STEP]
+        vote = self._vote(candidates if self._group.foresee(candidates) else ())
         every = self._config.faults.fingerprint_every
         if every and before.step % every == 0 and len(self._group.view.members) > 1:
             vote = replace(vote, checked=True)

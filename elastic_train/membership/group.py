@@ -77,6 +77,25 @@ class View:
         return View.of(self.epoch + 1, (*stay, *new.values()))
 
 
+def likely(
+    nodes: tuple[int, ...], me: int, joined: tuple[int, ...], is_settled: bool, limit: int
+) -> tuple[tuple[int, ...], ...]:
+    """The lists of nodes that may come after `nodes`, as far as `me` is concerned, the most likely first.
+
+    Args:
+      joined: the list with all candidates; `nodes` itself if there are none.
+      is_settled: whether to think of deaths, too: the list without each other node.
+      limit: the largest number of lists.
+
+    >>> likely((1, 2, 5), 2, (1, 2, 5, 6), True, 8)
+    ((1, 2, 5, 6), (2, 5), (1, 2))
+    """
+    found = [joined] if joined != nodes else []
+    others = [node for node in nodes if node != me] if is_settled else []
+    found += [tuple(other for other in nodes if other != node) for node in others[: max(0, limit - len(found))]]
+    return tuple(found[:limit])
+
+
 MAX_COUNT = 2**24 - 1
 
 

@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -18,23 +18,28 @@ from elastic_train.config import FaultConfig
 from elastic_train.errors import EXIT_REJOIN
 from elastic_train.jax_private import BarrierRefused, BarrierTrace, LiveDevices, fail_gloo_meeting
 from elastic_train.membership.abort_cpu import GlooSockets
+from elastic_train.membership.ahead import Ahead
 from elastic_train.membership.group import (
-    VOTE_SIZE,
     Agreed,
+    Commit,
     Fenced,
     Identity,
     Shrink,
     View,
     Vote,
     judge,
+    likely,
 )
-from elastic_train.membership.reconcile import STANDING_SIZE
+from elastic_train.membership.programs import WIDTH, Compiled, Programs
 from elastic_train.state import Device
 from elastic_train.step.flat import Checks
-from elastic_train.step.plan import finish
-from elastic_train.step.reduce import Exchange, Gather, Meeting, Spread
+from elastic_train.step.reduce import Exchange, Gather, Spread
 
-Compiled = TypeVar("Compiled")
+SETTLED_STEPS = 10
+"""After so many steps of an epoch the programs for the next one are compiled."""
+
+ADMISSION_WAIT_S = 5.0
+"""How long candidates wait at most for the members to compile what their epoch needs."""
 
 
 class News(Protocol):
@@ -129,6 +134,9 @@ class Group:
         self._in_block = threading.Event()
         self._met = False
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._ahead = Ahead(self._make_ahead)
+        self._foreseen: tuple[tuple[int, ...], bool] = (), False
+        self._num_commits, self._stripe, self._asked_at = 0, 0, 0.0
 
     @property
     def rank(self) -> int:
@@ -148,40 +156,57 @@ class Group:
           view: the members of the epoch that begins.
           stripe: size of the stripes in bytes, if a transfer of the state is to be expected.
         """
-        self.view = view
-        devices = [self._devices[node] for node in view.nodes]
-        self.plan = finish(self._num_shards(len(devices)), len(devices))
-        self.meeting = Meeting(devices, self._devices[self.me.node])
-        self._spread = self._compiler.submit(Spread, self.meeting, stripe) if stripe else None
-        self._exchange = self._compiler.submit(Exchange, self.meeting, self.plan, self._specs, self._checks)
-        self._gathers: dict[int, Gather] = {}
-        self.gather = self.gather_of(VOTE_SIZE + STANDING_SIZE)
+        self.view, self._stripe = view, stripe or self._stripe
+        self._foreseen, self._num_commits = (view.nodes, False), 0
+        self._programs = self._ahead.take(view.nodes) or self._programs_of(view.nodes)
+        self._programs.start(self._compiler, stripe)
+        self.plan, self.meeting = self._programs.plan, self._programs.meeting
+        self.gather = self.gather_of(WIDTH)
         self._trace.begin(view)
-        self._block = self._make_block(devices, self._trace)
+        self._block = self._make_block([self._devices[node] for node in view.nodes], self._trace)
         self._met = False
+
+    def _programs_of(self, nodes: Sequence[int]) -> Programs:
+        devices, mine = [self._devices[node] for node in nodes], self._devices[self.me.node]
+        return Programs(devices, mine, self._num_shards(len(devices)), self._specs, self._checks)
 
     def gather_of(self, width: int) -> Gather:
         """The gather of rows of this width; compiled once in an epoch."""
-        if width not in self._gathers:
-            self._gathers[width] = Gather(self.meeting, width)
-        return self._gathers[width]
+        return self._programs.gather_of(width)
 
     def finish_compiling(self) -> None:
         """Waits for what `prepare` compiles in the background."""
-        for program in (self._spread, self._exchange):
-            if program is not None:
-                program.result()
+        self._programs.wait()
 
     @property
     def exchange(self) -> Exchange:
         """The step's exchange between the members of this epoch."""
-        return self._compiled(self._exchange)
+        return self._compiled(self._programs.exchange)
 
     def spread(self, stripe: int) -> Spread:
         """The transfer of stripes between the members of this epoch."""
-        if self._spread is None:
-            self._spread = self._compiler.submit(Spread, self.meeting, stripe)
-        return self._compiled(self._spread)
+        return self._compiled(self._programs.spread(self._compiler, stripe))
+
+    def foresee(self, candidates: Sequence[Identity]) -> bool:
+        """Has the programs for the likely next members compiled in the background. Call it before each step.
+
+        Returns whether the candidates may be admitted: what their epoch needs is compiled here, or that takes too long.
+        """
+        joined = self.view.next((), candidates).nodes
+        is_settled = self._num_commits >= SETTLED_STEPS
+        if (joined, is_settled) != self._foreseen:
+            self._foreseen = joined, is_settled
+            limit = self._faults.compile_ahead
+            self._ahead.want(likely(self.view.nodes, self.me.node, joined, is_settled, limit))
+            self._asked_at = time.monotonic()
+        if joined == self.view.nodes or not self._faults.compile_ahead:
+            return True
+        return self._ahead.settled(joined) or time.monotonic() - self._asked_at > ADMISSION_WAIT_S
+
+    def _make_ahead(self, nodes: tuple[int, ...]) -> Programs:
+        programs = self._programs_of(nodes)
+        programs.compile(self._stripe if set(nodes) - set(self.view.nodes) else None)
+        return programs
 
     def _compiled(self, program: Future[Compiled]) -> Compiled:
         if not program.done():
@@ -244,6 +269,7 @@ class Group:
             leave(f"slot {self.me.slot}: the others go on without this worker (node {self.me.node})")
         if error is not None and not isinstance(verdict, Shrink):
             raise error
+        self._num_commits += isinstance(verdict, Commit) and step is not None
         self._trace.concluded(type(verdict).__name__.lower(), getattr(verdict, "view", None), step)
         return verdict, outcome[0] if outcome else None
 
