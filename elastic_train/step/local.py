@@ -114,7 +114,7 @@ class LocalProgram:
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
         self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in flats), ())
-        self._means: Any = None
+        self._means = self._aot(lambda sums: _means(self._flattener.unflatten(sums)["means"]), (), flats)
         self._leaf_fingerprints: Any = None
         self._evaluate = None
         self.eval_names: list[str] = []
@@ -160,15 +160,17 @@ class LocalProgram:
         return self._zeros()
 
     def update(self, state: TrainState, total: Flats, num_samples: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The state after the step, and its metrics (means, float32[]). The old state's arrays are donated."""
-        scale = self._scale(num_samples)
-        params, model_state, opt_state, metrics = self._update(*state.arrays.values(), total, *scale)
-        return TrainState(state.step + 1, state.samples + num_samples, params, model_state, opt_state), metrics
+        """The state after the step, and its metrics (means, float32[]). The old state's arrays are donated.
+
+        The metrics are there at once: they come from a program of their own, in front of the update. So whoever reads
+        them does not wait for the update, which runs while the host prepares the next step.
+        """
+        metrics = self.means(total)
+        arrays = self._update(*state.arrays.values(), total, *self._scale(num_samples))
+        return TrainState(state.step + 1, state.samples + num_samples, *arrays), metrics
 
     def means(self, total: Flats) -> dict[str, jax.Array]:
-        """The metrics of a step that is not taken, means as `update` gives them. Compiled when it is first needed."""
-        if self._means is None:
-            self._means = self._aot(lambda flats: _means(self._flattener.unflatten(flats)["means"]), (), self.specs)
+        """The metrics of a step, float32[] each."""
         return self._means(total)
 
     def _scale(self, num_samples: int) -> tuple[jax.Array, ...]:
@@ -273,12 +275,7 @@ class LocalProgram:
         params = optax.apply_updates(params, updates)
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
         model_state = jax.tree.map(lambda x: x / share.astype(x.dtype) if is_float(x) else x, total["model_state"])
-        return (
-            params,
-            model_state,
-            opt_state,
-            _means(means),
-        )
+        return params, model_state, opt_state
 
     def _eval_sums(self, params: PyTree, model_state: PyTree, batch: Any, weight: Any) -> Means:
         model = self._model(params, model_state, None)
