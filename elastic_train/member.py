@@ -44,6 +44,7 @@ NUMERIC = ("python", "elastic-train", "jax", "jaxlib", "flax", "optax", "numpy")
 class Coordinator(Outside, Protocol):
     """The worker's end of the control plane (`coordinator.client.Link`)."""
 
+    on_expect: Callable[[View], None]
     on_abort: Callable[[int], None]
     dead: frozenset[int]
     stopped_now: threading.Event
@@ -171,7 +172,7 @@ def prepare_member(
     second = (Identity(me.slot + 1, 0, max(devices)),) if num_shards(2) > 1 else ()
     group.prepare(View.of(0, (me, *second)), recipe.healer.stripe)
     group.finish_compiling()
-    link.on_abort = group.on_dead
+    link.on_abort, link.on_expect = group.on_dead, group.expect
     for node in link.dead:
         group.on_dead(node)
     training = Training(recipe, group, link, min_workers, leave_requested, checkpoints)

@@ -68,6 +68,7 @@ class Link:
       saved_step: the newest step that any member has saved.
       times: how long this worker was in which phase.
       has_checkpoints: whether whoever begins without a state shall load one.
+      on_expect: called with the view that this worker will be in if it is admitted next. Must not block.
       on_leave: called when this worker alone is to leave after a commit. Must not block.
       on_abort: called with a dead node id, at once, in the reading thread. Must not block.
       on_stopped_now: called when `stopped_now` is set. Must not block.
@@ -94,6 +95,7 @@ class Link:
         self._ended_step = self._save_asked = self._save_answered = 0
         self.on_leave: Callable[[str], None] = _ignore
         self.on_abort: Callable[[int], None] = _ignore
+        self.on_expect: Callable[[View], None] = _ignore
         self.on_stopped_now: Callable[[str], None] = _ignore
         self.on_evict: Callable[[str], None] = _ignore
         self.on_lost: Callable[[str], None] = _ignore
@@ -356,6 +358,8 @@ class Link:
             self.on_abort(message.abort.node)
         elif kind == "stop" and message.stop.now:
             self.on_stopped_now(message.stop.reason)
+        elif kind == "expect":
+            self.on_expect(wire.view_value(message.expect.view))
         elif kind == "leave":
             self.on_leave("drained")
         elif kind == "evict":

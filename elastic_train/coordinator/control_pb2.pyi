@@ -174,7 +174,7 @@ class SetAside(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("welcome", "candidates", "form", "abort", "evict", "stop", "ack", "save_state", "save_asked", "leave")
+    __slots__ = ("welcome", "candidates", "form", "abort", "evict", "stop", "ack", "save_state", "save_asked", "leave", "expect")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,7 @@ class ToWorker(_message.Message):
     SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
     SAVE_ASKED_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     candidates: Candidates
     form: Form
@@ -195,7 +196,8 @@ class ToWorker(_message.Message):
     save_state: SaveState
     save_asked: SaveAsked
     leave: Leave
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., form: _Optional[_Union[Form, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    expect: Expect
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., form: _Optional[_Union[Form, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("save_state", "save_asked")
@@ -232,6 +234,12 @@ class Candidates(_message.Message):
     JOINERS_FIELD_NUMBER: _ClassVar[int]
     joiners: _containers.RepeatedCompositeFieldContainer[Identity]
     def __init__(self, joiners: _Optional[_Iterable[_Union[Identity, _Mapping]]] = ...) -> None: ...
+
+class Expect(_message.Message):
+    __slots__ = ("view",)
+    VIEW_FIELD_NUMBER: _ClassVar[int]
+    view: View
+    def __init__(self, view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
 
 class Form(_message.Message):
     __slots__ = ("view",)

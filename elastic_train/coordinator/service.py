@@ -27,7 +27,7 @@ from elastic_train.coordinator.streams import Server, Stream
 from elastic_train.coordinator.watch import Paces, Watch
 from elastic_train.errors import last_error
 from elastic_train.membership import roster_events as r
-from elastic_train.membership.group import Identity
+from elastic_train.membership.group import MAX_JOINERS_PER_STEP, Identity
 from elastic_train.membership.roster import Limits, Roster, beginning, refuse_drain
 from elastic_train.telemetry.continuing import Past
 
@@ -267,6 +267,9 @@ class Coordinator:
             case r.Announce(tell, joiners):
                 candidates = control_pb2.Candidates(joiners=wire.identity_messages(joiners))
                 self._tell(tell, control_pb2.ToWorker(candidates=candidates))
+                view = wire.view_message(self.roster.view.next((), joiners[:MAX_JOINERS_PER_STEP]))
+                expect = control_pb2.ToWorker(expect=control_pb2.Expect(view=view))
+                self._tell((joiner.node for joiner in joiners[:MAX_JOINERS_PER_STEP]), expect)
             case r.Form(view, tell):
                 self._tell(tell, control_pb2.ToWorker(form=control_pb2.Form(view=wire.view_message(view))))
             case r.AskLeave(identity):

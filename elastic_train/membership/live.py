@@ -203,6 +203,11 @@ class Group:
             return True
         return self._ahead.settled(joined) or time.monotonic() - self._asked_at > ADMISSION_WAIT_S
 
+    def expect(self, view: View) -> None:
+        """Has compiled what `view` needs, in the background. For a joiner, from any thread, before its first view."""
+        if self._faults.compile_ahead and self.me in view.members:
+            self._ahead.want([view.nodes])
+
     def _make_ahead(self, nodes: tuple[int, ...]) -> Programs:
         programs = self._programs_of(nodes)
         programs.compile(self._stripe if set(nodes) - set(self.view.nodes) else None)

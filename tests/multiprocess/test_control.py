@@ -246,6 +246,18 @@ def test_what_the_roster_decides_reaches_workers_and_agents(job: Job) -> None:
     job.events.expect(r.TimerOver("soon"))
 
 
+def test_a_candidate_hears_whom_it_would_join(job: Job) -> None:
+    member, joiner = job.link(1), job.link(2)
+    expected: queue.Queue[View] = queue.Queue()
+    joiner.on_expect = expected.put
+    member.viewed(View(3, (member.identity,)), "formed", (), (member.identity,), 7, 5.5)
+    job.events.expect(r.Viewed(member.identity, View(3, (member.identity,)), 7))
+    job.answers[r.Ready] = lambda _: [r.Announce((1,), (joiner.identity,))]
+    joiner.ready({})
+    assert expected.get(timeout=PATIENCE_S) == View(4, (member.identity, joiner.identity))
+    assert joiner.wait_formed(0) is None, "nothing follows from it"
+
+
 def test_what_a_member_notes_is_written_and_shown_and_a_refusal_reaches_the_worker(job: Job) -> None:
     link = job.link(1)
     evicted: queue.Queue[str] = queue.Queue()
