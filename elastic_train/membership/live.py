@@ -192,7 +192,7 @@ class Group:
 
         Returns whether the candidates may be admitted: what their epoch needs is compiled here, or that takes too long.
         """
-        joined = self.view.next((), candidates).nodes
+        joined = self.view.next((), candidates).nodes if candidates else self.view.nodes
         is_settled = self._num_commits >= SETTLED_STEPS
         if (joined, is_settled) != self._foreseen:
             self._foreseen = joined, is_settled

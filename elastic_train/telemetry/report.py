@@ -45,7 +45,7 @@ def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
     if summary["goodput"] is not None:
         total += f"; {summary['goodput']:.1%} of the time between first and last step was not lost"
     lines.append(_line("time", total))
-    if went := _accounts(summary["time_accounts"]):
+    if went := _accounts(summary.get("time_accounts", {})):
         lines.append(_line("", went))
     if resumes := summary.get("resumes"):
         lines.append(_line("resumed", "once" if resumes == 1 else f"{resumes} times"))
