@@ -2,10 +2,17 @@
 
 import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from elastic_train.config import FaultConfig
 from elastic_train.membership.ahead import Ahead
 from elastic_train.membership.group import Identity, View, likely
+from elastic_train.membership.live import SETTLED_STEPS, Alone, Group
+from elastic_train.plain import Nobody
+from elastic_train.step.flat import Checks
+from elastic_train.step.reduce import Meeting
 
 LIMIT_S = 30.0
 
@@ -90,3 +97,30 @@ def test_likely_lists_are_those_that_the_next_view_can_have(limit):
     assert lists == ((2, 3, 7, 9), (3, 7), (2, 3))[:limit]
     assert all(nodes == view.without([gone]).nodes for nodes in lists[1:] for gone in set(view.nodes) - set(nodes))
     assert likely(view.nodes, 3, view.nodes, False, limit) == ()
+
+
+def test_a_death_and_an_admission_that_were_foreseen_compile_nothing(monkeypatch):
+    """Every program of the next epoch is there when it begins; one that was not foreseen is compiled as ever."""
+    me, other, third, joiner = (Identity(slot, 0, slot + 1) for slot in range(4))
+    devices = {slot + 1: jax.devices()[slot] for slot in range(4)}
+    specs = (jax.ShapeDtypeStruct((1, 64), jnp.float32),)
+    block = lambda devices, trace: Alone()  # noqa: E731
+    group = Group(me, devices, specs, Checks(), lambda members: 8, Nobody(), FaultConfig(), None, block)
+    view = View(1, (me, other, third))
+    group.prepare(view)
+    assert group.foresee(()) and group._foreseen == (view.nodes, False), "no epoch has settled"
+    group._num_commits = SETTLED_STEPS
+    group._stripe = 16
+    group.foresee(())
+    wait_settled(group._ahead, (1, 2))
+    group.foresee((joiner,))
+    wait_settled(group._ahead, (1, 2, 3, 4))
+    assert group.foresee((joiner,))
+
+    compiled = []
+    program = Meeting.program
+    monkeypatch.setattr(Meeting, "program", lambda *args: compiled.append(args) or program(*args))
+    group.prepare(view.next((), (joiner,)), stripe=16)
+    assert group.exchange and group.spread(16) and group.gather and compiled == []
+    group.prepare(view.without([third.node]))
+    assert group.exchange and len(compiled) == 2, "what was foreseen was for the epoch before"
