@@ -8,9 +8,10 @@ hosts, `roster_deaths` what follows a death.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from elastic_train.membership import roster_agents as agents
+from elastic_train.membership import roster_generations as generations
 from elastic_train.membership.group import View
 from elastic_train.membership.roster_deaths import exited, failed, with_first_traceback
 from elastic_train.membership.roster_events import (
@@ -32,6 +33,7 @@ from elastic_train.membership.roster_events import (
     Kill,
     Note,
     Ready,
+    ResizeAsked,
     SetTimer,
     Silent,
     Started,
@@ -60,16 +62,32 @@ from elastic_train.membership.roster_state import (
 __all__ = ["Floor", "Limits", "Roster", "Slot", "Worker", "WorkerState", "apply", "beginning", "refuse_drain"]
 
 
-def beginning(limits: Limits, epoch: int, starts: Mapping[int, int]) -> Roster:
+def beginning(
+    limits: Limits,
+    epoch: int,
+    starts: Mapping[int, int],
+    drained: Collection[int] = (),
+    given_up: Collection[int] = (),
+    failures: Mapping[int, int] | None = None,
+    stop_wanted: str = "",
+    returning: bool = False,
+) -> Roster:
     """The roster of a job that goes on: epochs and incarnations are counted on, node ids begin anew.
 
     Args:
       limits: sizes and budgets.
       epoch: the newest one.
       starts: how often the worker of each slot was started.
+      drained, given_up: slots that are not filled any more.
+      failures: how often the worker of each slot has ended in a row.
+      stop_wanted: why the members will be asked to stop; empty if nobody has asked.
+      returning: the members of the generation before are to be expected, with their states.
     """
-    slots = {slot: Slot(starts=number) for slot, number in starts.items() if slot < limits.num_slots}
-    return Roster(limits, view=View(epoch, ()), slots=slots)
+    slots = {
+        slot: Slot(number, (failures or {}).get(slot, 0), drained=slot in drained, given_up=slot in given_up)
+        for slot, number in starts.items()
+    }
+    return Roster(limits, view=View(epoch, ()), slots=slots, stop_wanted=stop_wanted, returning=returning)
 
 
 def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
@@ -90,6 +108,8 @@ def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
             _stop_asked(turn, event)
         case DrainAsked():
             _drain_asked(turn, event)
+        case ResizeAsked():
+            agents.resized(turn, event)
         case _ if not roster.is_living(event.identity):
             _strayed(turn, event)
         case _:
@@ -97,6 +117,7 @@ def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:
     _end_if_over(turn)
     _form_if_due(turn)
     _watch_floor(turn)
+    generations.watch(turn)
     return turn.roster, tuple(turn.actions)
 
 
@@ -182,6 +203,7 @@ def _stepped(turn: Turn, worker: Worker, event: Stepped) -> None:
     turn.set_worker(worker, step=event.step, first_step=first_step)
     if first_step is not None and event.step - first_step + 1 >= turn.roster.limits.forgive_after_steps:
         turn.set_slot(worker.identity.slot, failures=0)
+    generations.renew_now(turn)
 
 
 def _kill(turn: Turn, worker: Worker, reason: str, kind: str = "stopped") -> None:
@@ -263,11 +285,15 @@ def _form(turn: Turn) -> None:
     if len(ready) < turn.roster.limits.min_workers:
         return
     view = View.of(turn.roster.view.epoch + 1, (worker.identity for worker in ready))
-    turn.set(view=view, grace=False)
+    step = max(turn.roster.carried.values(), default=0)
+    turn.set(view=view, grace=False, carried={}, returning=False)
     for worker in ready:
         turn.set_worker(worker, state=WorkerState.MEMBER)
-    _note_view(turn, 0, slots_of(ready), ())
+    _note_view(turn, step, slots_of(ready), ())
     turn.emit(Form(view, view.nodes))
+    if turn.roster.stop_wanted:
+        turn.set(stopping=True)
+        turn.emit(AskStop(view.nodes, now=False, reason=turn.roster.stop_wanted))
 
 
 def _note_view(turn: Turn, step: int, came: tuple[int, ...], left: tuple[int, ...], show: str = "") -> None:
@@ -308,6 +334,8 @@ def _timer_over(turn: Turn, event: TimerOver) -> None:
     match event.name.split("/"):
         case ["grace"]:
             _grace_over(turn)
+        case ["renew"]:
+            generations.renew_now(turn)
         case ["floor"]:
             _floor_over(turn)
         case ["restart", slot]:
@@ -359,6 +387,12 @@ def _too_long(turn: Turn, kind: str, slot: int, incarnation: int) -> None:
 
 def _stop_asked(turn: Turn, event: StopAsked) -> None:
     members = turn.roster.members
+    expected = turn.roster.returning or turn.roster.carried
+    if not members and expected and not event.now and not turn.roster.stop_wanted:
+        turn.set(stop_wanted=event.reason)
+        show = f"stopping when the members are back ({event.reason}); once more stops at once, and loses their state"
+        turn.note("stop_asked", show, reason=event.reason)
+        return
     if not members:
         when = "while no worker was a member" if turn.roster.view.epoch else "before training began"
         turn.end(130, "stopped", f"stopped {when}: {event.reason}")

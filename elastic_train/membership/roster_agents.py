@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic_train.membership import roster_generations as generations
 from elastic_train.membership.group import Identity
 from elastic_train.membership.roster_deaths import announce_who_is_left, bury
-from elastic_train.membership.roster_events import AgentJoined, AgentLeaving, AgentLost, Kill, Refuse, Start
+from elastic_train.membership.roster_events import (
+    AgentJoined,
+    AgentLeaving,
+    AgentLost,
+    Kill,
+    Refuse,
+    ResizeAsked,
+    Start,
+)
 from elastic_train.membership.roster_state import Slot, Turn, Worker, WorkerState, name_slots
 
 
@@ -21,9 +30,9 @@ def joined(turn: Turn, event: AgentJoined) -> None:
     offered = [slot for slot in event.slots if slot not in unknown]
     slots = tuple(slot for slot in offered if slot not in filled)
     taken = tuple(sorted(set(offered) & filled))
-    turn.set(agents={**roster.agents, event.agent: slots})
-    if taken:
-        turn.set(standby={**roster.standby, event.agent: taken})
+    turn.set(agents={**roster.agents, event.agent: slots}, spare={**roster.spare, event.agent: event.spare})
+    if taken or unknown:
+        turn.set(standby={**roster.standby, event.agent: tuple(sorted({*taken, *unknown}))})
     turn.note("agent_joined", agent=event.agent, slots=slots)
     if unknown:
         last = roster.limits.num_slots - 1
@@ -35,7 +44,10 @@ def joined(turn: Turn, event: AgentJoined) -> None:
             "otherwise give each host its own --slots"
         )
         _refuse(turn, event.agent, taken, reason)
-    for slot in slots:
+    generations.take_carried(turn, event)
+    # A job that had grown may have slots of which no agent has heard yet.
+    generations.find_room(turn, range(turn.roster.limits.num_slots))
+    for slot in turn.roster.agents[event.agent]:
         start(turn, slot)
 
 
@@ -54,6 +66,8 @@ def lost(turn: Turn, event: AgentLost) -> None:
         agents=_without(roster.agents, event.agent),
         standby=_without(roster.standby, event.agent),
         leaving=roster.leaving - {event.agent},
+        spare={name: number for name, number in roster.spare.items() if name != event.agent},
+        carried={slot: step for slot, step in roster.carried.items() if slot not in slots},
     )
     dead = tuple(worker for worker in roster.living if worker.agent == event.agent)
     if is_leaving:
@@ -87,14 +101,21 @@ def leaving(turn: Turn, event: AgentLeaving) -> None:
     _hand_over(turn)
 
 
+def resized(turn: Turn, event: ResizeAsked) -> None:
+    new = generations.resize(turn, event)
+    _hand_over(turn)
+    for slot in new:
+        start(turn, slot)
+
+
 def _hand_over(turn: Turn) -> None:
     """Gives slots that nobody fills to agents that stand by for them, in the order in which they came."""
     for agent, offered in turn.roster.standby.items():
         filled = {slot for slots in turn.roster.agents.values() for slot in slots}
-        free = tuple(slot for slot in offered if slot not in filled)
+        free = tuple(slot for slot in offered if slot not in filled and slot < turn.roster.limits.num_slots)
         if not free:
             continue
-        rest = tuple(slot for slot in offered if slot in filled)
+        rest = tuple(slot for slot in offered if slot not in free)
         standby = _without(turn.roster.standby, agent)
         agents = {**turn.roster.agents, agent: tuple(sorted({*turn.roster.agents[agent], *free}))}
         turn.set(agents=agents, standby={**standby, agent: rest} if rest else standby)
@@ -111,19 +132,17 @@ def start(turn: Turn, slot: int) -> None:
     if agent is None or roster.closing or slot not in roster.coming or (worker and worker.living):
         return
     if roster.next_node >= roster.limits.num_nodes:
-        message = (
-            f"gave up: all {roster.limits.num_nodes - 1} node ids are used, so slot {slot} cannot be "
-            "started; look for what kills its workers, then start the job again"
-        )
-        turn.end(4, "gave_up", message)
+        number = roster.limits.num_nodes - 1
+        generations.renew(turn, f"all {number} node ids of this one are used, and slot {slot} needs another")
         return
     incarnation = roster.slots.get(slot, Slot()).starts
     identity = Identity(slot, incarnation, roster.next_node)
     turn.set(next_node=roster.next_node + 1)
     turn.set_slot(slot, starts=incarnation + 1)
     turn.set_worker(Worker(identity, agent, WorkerState.STARTING))
-    turn.emit(Start(agent, identity))
+    # Written down before it is done: the next generation counts incarnations on from what is written.
     turn.note("worker_starting", agent=agent, **identity._asdict())
+    turn.emit(Start(agent, identity, restore=slot in roster.carried and not roster.members))
 
 
 def _wait(dead: Iterable[Worker]) -> str:

@@ -114,7 +114,8 @@ def failed(turn: Turn, event: Failed) -> None:
     if not event.startup or turn.roster.ever_ready:
         return
     turn.set_slot(number, startup_failed=True)
-    if all(slot.startup_failed for slot in turn.roster.slots.values() if slot.starts):
+    coming = turn.roster.coming
+    if all(slot.startup_failed for n, slot in turn.roster.slots.items() if slot.starts and n in coming):
         message = "the user's code failed on every worker before training began."
         turn.end(3, "failed", *with_first_traceback(turn.roster, message))
 

@@ -12,8 +12,14 @@ from elastic_train.membership.group import Identity, View
 
 @dataclass(frozen=True)
 class AgentJoined:
+    """`carried`: the step of each slot's state that the agent holds from before, and `epoch` the newest of them;
+    `spare`: how many slots more it could fill."""
+
     agent: str
     slots: tuple[int, ...]
+    carried: Mapping[int, int] = field(default_factory=dict)
+    epoch: int = 0
+    spare: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,19 +144,29 @@ class DrainAsked:
     reason: str
 
 
+@dataclass(frozen=True)
+class ResizeAsked:
+    """The job shall have this many slots."""
+
+    workers: int
+    reason: str
+
+
 WorkerEvent = Started | Hello | Ready | Viewed | Stepped | Failed | Finished | Silent | Unfit | Exited
 
-Event = AgentJoined | AgentLost | AgentLeaving | TimerOver | StopAsked | DrainAsked | WorkerEvent
+Event = AgentJoined | AgentLost | AgentLeaving | TimerOver | StopAsked | DrainAsked | ResizeAsked | WorkerEvent
 
 # Actions --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Start:
-    """Tell `agent` to start a worker with this identity."""
+    """Tell `agent` to start a worker with this identity; with `restore` it begins with the state that the slot's last
+    worker left."""
 
     agent: str
     identity: Identity
+    restore: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +271,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class NextGeneration:
+    """End this coordinator without a word to anybody, and start the next one."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Note:
     """A state transition worth a line in events.jsonl and, if `show`, on the display."""
 
@@ -277,5 +300,6 @@ Action = (
     | AskLeave
     | SetTimer
     | End
+    | NextGeneration
     | Note
 )

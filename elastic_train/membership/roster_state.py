@@ -71,7 +71,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the job was told: sizes and budgets. `num_nodes` counts the coordinator's node 0."""
+    """What the job was told: sizes and budgets. `num_nodes` counts the coordinator's node 0; `max_slots` is 0 if there
+    is no limit; `capacity` says how many slots this coordinator has room for."""
 
     num_slots: int
     min_workers: int = 1
@@ -84,6 +85,8 @@ class Limits:
     leave_timeout_s: float = 30.0
     floor_timeout_s: float = 3600.0
     num_nodes: int = 256
+    max_slots: int = 0
+    capacity: int = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,9 @@ class Roster:
 
     limits: Limits
     agents: dict[str, tuple[int, ...]] = field(default_factory=dict)  # whose slots these are
-    standby: dict[str, tuple[int, ...]] = field(default_factory=dict)  # offered too, and filled by other agents
+    standby: dict[str, tuple[int, ...]] = field(default_factory=dict)  # offered too: filled by others, or not needed
+    spare: dict[str, int] = field(default_factory=dict)  # how many slots more an agent could fill
+    carried: dict[int, int] = field(default_factory=dict)  # slots whose state an agent holds, and its step
     leaving: frozenset[str] = frozenset()  # agents that were asked to end; their workers are on their way out
     workers: dict[int, Worker] = field(default_factory=dict)
     slots: dict[int, Slot] = field(default_factory=dict)
@@ -104,6 +109,9 @@ class Roster:
     floor: Floor = Floor.UNWATCHED
     first_failed: int | None = None  # the slot whose traceback came first
     stopping: bool = False  # members were asked to agree on a stop
+    returning: bool = False  # members of the generation before are expected, with their states
+    stop_wanted: str = ""  # why they will be asked as soon as there are some
+    renewing: str = ""  # why the next generation begins soon
     finishing: str = ""  # the first status reported by a member that finished
     ended: bool = False
 

@@ -171,15 +171,6 @@ def test_workers_that_are_no_members_are_killed_when_their_agent_leaves() -> Non
     assert [action.identity for action in those(actions, Kill)] == [A, B, C]
 
 
-def test_node_ids_run_out() -> None:
-    roster, actions = play(Roster(replace(LIMITS, num_nodes=3)), AgentJoined("host", (0, 1, 2)))
-    assert those(actions, Start) == [Start("host", A), Start("host", B)]
-    (end,) = those(actions, End)
-    assert (end.exit_code, end.status) == (4, "gave_up")
-    assert "all 2 node ids are used" in end.message
-    assert roster.ended
-
-
 def test_a_worker_goes_from_starting_to_member() -> None:
     roster, actions = play(Roster(replace(LIMITS, num_slots=1)), AgentJoined("host", (0,)))
     assert roster.workers[0].state is WorkerState.STARTING
@@ -696,6 +687,7 @@ def test_a_drain_below_the_floor_is_refused() -> None:
 
 def test_a_job_that_goes_on_counts_epochs_and_starts_on_but_not_nodes() -> None:
     roster = beginning(LIMITS, epoch=7, starts={0: 2, 1: 1, 5: 1})
+    assert roster.coming == (0, 1, 2)
     roster, actions = play(roster, AgentJoined("host", (0, 1, 2)))
     workers = [start.identity for start in those(actions, Start)]
     assert workers == [Identity(0, 2, 1), Identity(1, 1, 2), Identity(2, 0, 3)]
