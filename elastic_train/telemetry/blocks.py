@@ -6,7 +6,7 @@ of one host share; `clock` names the host's boot, since the clocks of two hosts 
 
 | line | when | fields besides `line` and `time` |
 |---|---|---|
-| `process` | once, before the worker can be a member | job, slot, incarnation, node, clock, unix_time, pid |
+| `process` | once, before it can be a member | job, generation, slot, incarnation, node, clock, unix_time, pid |
 | `enter` | before the request | epoch, number (of this epoch's barriers, from 0), nodes (asked for) |
 | `exit` | after the reply | epoch, number, nodes (the list); null if the service refused |
 | `concluded` | when the block that it ends is judged | epoch, number, verdict, step, and `next_epoch`, `next_nodes` |
@@ -48,11 +48,12 @@ class BlockTrace:
       run_dir: the run directory.
       me: this worker.
       secret: the job's; it tells apart what two jobs wrote into one directory. Only a digest of it is written.
+      generation: whose node ids these are.
 
     Raises OSError if the file cannot be written.
     """
 
-    def __init__(self, run_dir: Path, me: Identity, secret: str) -> None:
+    def __init__(self, run_dir: Path, me: Identity, secret: str, generation: int = 0) -> None:
         directory = run_dir / DIRECTORY
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{me.slot}-{me.incarnation}.jsonl"
@@ -60,7 +61,8 @@ class BlockTrace:
         self._view = View(0, ())
         self._number = -1
         job = hashlib.sha256(secret.encode()).hexdigest()[:8]
-        self._write("process", job=job, **me._asdict(), clock=_clock_name(), unix_time=time.time(), pid=os.getpid())
+        about = {"clock": _clock_name(), "unix_time": time.time(), "pid": os.getpid()}
+        self._write("process", job=job, generation=generation, **me._asdict(), **about)
 
     def begin(self, view: View) -> None:
         """The barriers that follow are those of this view."""
@@ -184,7 +186,8 @@ def read_blocks(run_dir: Path) -> Blocks:
             if line.get("line") == "exit" and number >= num_lines.get(path, number + 1):
                 continue
             if line.get("line") == "process":
-                starts.append((line, []))
+                # Node ids begin anew in each generation, so each is a job of its own here.
+                starts.append(({**line, "job": f"{line['job']}/{line.get('generation', 0)}"}, []))
             elif not starts or (starts[-1][0]["slot"], starts[-1][0]["incarnation"]) != _of_path(path):
                 raise UsageError(f"{path} does not begin with a line 'process'; the file was changed")
             else:
@@ -194,6 +197,7 @@ def read_blocks(run_dir: Path) -> Blocks:
         for start, _ in starts
     }
     deaths = _deaths(run_dir)
+    newest = max((start.get("generation", 0) for start, _ in starts), default=0)
     processes, conclusions, num_fenced = [], [], 0
     for start, lines in starts:
         events, concluded = _events(start["job"], names, names[start["job"], start["node"]], lines)
@@ -203,7 +207,7 @@ def read_blocks(run_dir: Path) -> Blocks:
             fenced = without_fenced(process, death - start["unix_time"] + start["time"])
             num_fenced += len(process.events) - len(fenced.events)
             process = fenced
-        if death is not None or not running:
+        if death is not None or not running or start.get("generation", 0) < newest:
             process = Process(process.name, (*process.events, Fail(0.0)), process.clock)
         processes.append(process)
         conclusions += concluded

@@ -23,8 +23,9 @@ class Fault:
       kind: "killed" (by a signal), "exited" (by itself), "stopped" (alive but silent, so it was killed), "stuck" (it
         held up the others for too long, so it was killed), "slow" (a straggler that was replaced), "raised" (user code
         raised, the step was tried again, nobody died), "nonfinite" (its gradient was not finite: the step was tried
-        again or skipped) or "differs" (it held another state than the others, and received theirs).
-      slot: whose; None if a sum was not finite although every worker's part was.
+        again or skipped), "differs" (it held another state than the others, and received theirs) or "coordinator" (that
+        one died; the workers went on with the next one).
+      slot: whose; None if a sum was not finite although every worker's part was, and of the coordinator.
       step: the completed steps of the members at that time; the last step known of a worker that was no member.
       began: Unix time at which the agent saw the exit, or the raise was noted. Nobody sees when a worker falls
         silent; for one that did, it is the time of the last commit before, and a median step more.
@@ -125,6 +126,8 @@ def find_faults(
             skipped = "skipped" if event["action"] == "skip" else None
             found = [_retried("nonfinite", slot, event, commits) for slot in event["slots"] or [None]]
             faults += [replace(fault, cause=skipped) for fault in found]
+        elif name == "coordinator_lost":
+            faults.append(_coordinator(events[index:], event))
         elif name == "state_differs" and event.get("why") != "transfer":
             faults += [_retried("differs", slot, event, commits) for slot in event["slots"]]
         elif name == "worker_died":
@@ -270,6 +273,17 @@ def _death(
         return Fault(kind, slot, step, began, detect_s)
     rebuild_s, heal_s = recovery.get("rebuild_s"), recovery.get("heal_s")
     return Fault(kind, slot, step, began, detect_s, rebuild_s, heal_s, moment(recovery))
+
+
+def _coordinator(later: Sequence[Event], event: Event) -> Fault:
+    """It is over with the first commit in a later generation."""
+    began = moment(event)
+    detect_s = next((e["time"] - began for e in later if e["event"] == "generation_began"), None)
+    recovery = next((e for e in later if e["event"] == "recovered"), None)
+    if recovery is None:
+        return Fault("coordinator", None, None, began, detect_s)
+    times = detect_s, recovery.get("rebuild_s"), recovery.get("heal_s")
+    return Fault("coordinator", None, recovery["step"] - 1, began, *times, moment(recovery))
 
 
 def _retried(kind: str, slot: int | None, event: Event, commits: Sequence[Event]) -> Fault:

@@ -67,15 +67,16 @@ class Display:
         """Shows the newest state.
 
         Args:
-          snapshot: any of `step`, `loss`, `samples` (consumed so far), `ready` (slots of the workers that could
-            train), `workers` (slots of the members), `epoch`, `time_lost_s`, `evaluation` (means of the last
-            one). What is absent keeps its last value, other keys are ignored: a record of a committed step will
-            do. Members of an older epoch than the newest are ignored, too: records come late.
+          snapshot: any of `num_workers` (slots of the job), `step`, `loss`, `samples` (consumed so far), `ready`
+            (slots of the workers that could train), `workers` (slots of the members), `epoch`, `time_lost_s`,
+            `evaluation` (means of the last one). What is absent keeps its last value, other keys are ignored: a record
+            of a committed step will do. Members of an older epoch than the newest are ignored, too: records come late.
         """
         with self._lock:
             is_old = snapshot.get("epoch", self._snapshot["epoch"]) < self._snapshot["epoch"]
             left_out = ("epoch", "workers") if is_old else ()
             self._snapshot |= {key: value for key, value in snapshot.items() if key not in left_out}
+            self._num_workers = snapshot.get("num_workers", self._num_workers)
             if "samples" in snapshot:
                 self._count(snapshot["samples"])
             self._has_begun = self._has_begun or self._snapshot["step"] > self._first_step

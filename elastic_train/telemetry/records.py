@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
-from elastic_train.telemetry.continuing import Past, cut_back
+from elastic_train.telemetry.continuing import Past, cut_back, go_on
 from elastic_train.telemetry.faults import find_faults, find_rejoins, time_lost
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
 from elastic_train.telemetry.phase_times import added
@@ -65,6 +65,8 @@ _NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "pass_size", "
 # What the time lost so far is computed from.
 _COSTLY = frozenset(
     {
+        "coordinator_lost",
+        "generation_began",
         "worker_started",
         "worker_killed",
         "worker_died",
@@ -133,6 +135,7 @@ class RunDirectory:
         with an evaluation, and every step that was tried again after user code raised.
       resume: training goes on from this step, a checkpoint's (0 for the start): the directory may hold a run, and
         keeps what that has written up to this step; then `fill_up` must be called. None for a new run.
+      continues: the job whose coordinator died goes on, in its next generation: all that it wrote counts.
       clock: gives the Unix time of events.
       trackers: get every line of metrics.jsonl, too; closed with this.
       on_note: told in words what a person should know at once: who is a member again, and which steps are taken again.
@@ -151,11 +154,12 @@ class RunDirectory:
         *,
         log_every: int = 1,
         resume: int | None = None,
+        continues: bool = False,
         clock: Callable[[], float] = time.time,
         trackers: Sequence[Tracker] = (),
         on_note: Callable[[str], None] | None = None,
     ) -> None:
-        prepare_run_directory(path, may_hold_run=resume is not None)
+        prepare_run_directory(path, may_hold_run=continues or resume is not None)
         self._trackers = trackers
         self.path = path
         self._log_every = log_every
@@ -168,7 +172,7 @@ class RunDirectory:
                 open_lines = lambda name: (path / f"{name}.jsonl").open("a", encoding="utf-8")  # noqa: E731
                 self._events = opened.enter_context(open_lines("events"))
                 fcntl.flock(self._events, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                past = Past() if resume is None else cut_back(path, resume)
+                past = go_on(path) if continues else Past() if resume is None else cut_back(path, resume)
                 self._metrics, self._ledger = (opened.enter_context(open_lines(name)) for name in ("metrics", "ledger"))
                 self._files = opened.pop_all()
         except BlockingIOError as error:
@@ -187,7 +191,8 @@ class RunDirectory:
         self._unlogged: Mapping[str, Any] | None = None
         self._has_logged = past.has_metrics
         self._phases: Mapping[str, float] = {}
-        self._recovered: set[int] = set()
+        self._recovered = set(past.recovered) if continues else set[int]()
+        self._logged_step = past.logged_step if continues else self._step
         self._retried: set[int] = set()
         self._event_time = past.time or -math.inf
         self._costly_events: list[dict[str, Any]] = []
@@ -298,6 +303,9 @@ class RunDirectory:
             elif record.get("step_time_s") is not None:
                 self._step_times.append(record["step_time_s"])
             if record["step"] <= self._step:
+                if self._logged_step < record["step"] <= self.past.step:
+                    self._logged_step = record["step"]
+                    self._log_if_due(record)  # the ledger has it, and metrics.jsonl was broken off before
                 self._note_repeat(record)
                 return []
             self._held.setdefault(record["step"], record)
@@ -422,6 +430,9 @@ class RunDirectory:
         if len(passes) > 1:
             line["crosses"] = passes
         self._ledger.write(dump(line) + "\n")
+        self._log_if_due(record)
+
+    def _log_if_due(self, record: Mapping[str, Any]) -> None:
         self._unlogged = record
         if "recovered" not in record:
             self._phases = added(self._phases, record.get("phases") or {})

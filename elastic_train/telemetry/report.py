@@ -87,6 +87,8 @@ def _fault(group: Sequence[Mapping[str, Any]]) -> str:
     """Faults of one worker at one step, in one line."""
     last = group[-1]
     place = "" if last["step"] is None else f" after step {last['step']}"
+    if last["kind"] == "coordinator":
+        return f"the coordinator died{place}; the workers went on with the next one: {_cost(last)}"
     if last["kind"] in _TRIED_AGAIN:
         times = f" {len(group)} times" if len(group) > 1 else ""
         longest = max((fault["total_s"] for fault in group if fault["total_s"] is not None), default=None)

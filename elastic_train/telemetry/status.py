@@ -65,7 +65,6 @@ def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any
     """
     status = replay(read_lines(run_dir / "events.jsonl"), read_lines(run_dir / "ledger.jsonl"))
     job = _read_job(run_dir)
-    status["generation"] = job.get("generation", 0)
     if not is_alive:
         for worker in status["workers"]:
             worker["state"] = "dead"
@@ -94,10 +93,12 @@ def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, An
     """
     workers: dict[int, dict[str, Any]] = {}
     has_joined: set[int] = set()
-    epoch = 0
+    epoch = generation = 0
     for event in events:
         name = event["event"]
-        if name == "job_started":  # the job goes on with new workers
+        if name == "generation_began":
+            generation = event["generation"]
+        if name in ("job_started", "generation_began"):  # the job goes on with new workers
             workers, has_joined = {}, set()
         if name == "view_changed" and event["epoch"] > epoch:
             epoch = event["epoch"]
@@ -128,7 +129,7 @@ def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, An
     for slot in has_joined:
         workers[slot]["step"] = last_steps.get(slot, 0)
     ordered = [workers[slot] for slot in sorted(workers)]
-    return {"generation": 0, "epoch": epoch, "step": step, "workers": ordered}
+    return {"generation": generation, "epoch": epoch, "step": step, "workers": ordered}
 
 
 def format_status(status: Mapping[str, Any]) -> str:
