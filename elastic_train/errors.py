@@ -48,7 +48,10 @@ EXIT_REJOIN = 75
 """What the worker holds is out of date, or it cannot go on with the group; it wants to be started again as new."""
 
 EXIT_LOST = 76
-"""The worker lost the coordinator."""
+"""The worker lost the coordinator, and has left no state."""
+
+EXIT_CARRIED = 78
+"""The worker lost the coordinator, and has left its state with the agent."""
 
 
 def last_error(traceback: str) -> str:

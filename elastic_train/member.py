@@ -169,7 +169,8 @@ def prepare_member(
     faults = trainer.config.faults
     group = Group(me, devices, local.specs, local.checks, num_shards, link, faults, sockets, trace=trace)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
-    second = (Identity(me.slot + 1, 0, max(devices)),) if num_shards(2) > 1 else ()
+    others = [node for node in devices if node != me.node]
+    second = (Identity(me.slot + 1, 0, max(others)),) if others and num_shards(2) > 1 else ()
     group.prepare(View.of(0, (me, *second)), recipe.healer.stripe)
     group.finish_compiling()
     link.on_abort, link.on_expect = group.on_dead, group.expect
@@ -192,7 +193,7 @@ def run_member(
     """
     code_entries = {f"code/{path}": digest for path, digest in (code or {}).items()}
     link.ready({**training.schema, **code_entries, **_version_entries()})
-    link.phase("ready", 0)
+    link.phase("ready", training.state.step)
     view = _admission(link, me)
     if view is None:
         return 0

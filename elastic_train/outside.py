@@ -36,6 +36,11 @@ class Outside(Requests, Protocol):
         """Whether the run has some. What lies in the directory besides belongs to another run."""
         ...
 
+    @property
+    def generation(self) -> int:
+        """That of the coordinator; 0 without one."""
+        ...
+
     def pending_records(self) -> Sequence[str]:
         """Records, as JSON, that may not be on disk yet; oldest first."""
         ...

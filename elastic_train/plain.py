@@ -59,6 +59,7 @@ class Nobody:
     saved_step: int = 0
     has_checkpoints: bool = False
     first_epoch: int = 1
+    generation: int = 0
 
     _times: PhaseTimes | None = None
 

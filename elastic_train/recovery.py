@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,14 @@ class Held:
     Attributes:
       state: the newest committed state.
       counts: False while it is only what the seed gives, or was received and not yet compared; then it is not donated.
+      owes: the evaluation of this step is due, and has not been made.
+      moving: held by the thread that replaces the state, and by one that copies it: only one of them may.
     """
 
     state: TrainState
     counts: bool = False
+    owes: bool = False
+    moving: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,14 @@ class _Equal:
       new: those who had none.
       healed: those who received it.
       heal_s: how long that took.
+      owes: some of those whose state counts have yet to evaluate it, so all do.
     """
 
     fresh: bool
     new: tuple[int, ...]
     healed: tuple[int, ...]
     heal_s: float
+    owes: bool
 
 
 class Recovery:
@@ -100,8 +107,10 @@ class Recovery:
         Returns what it took, as the record of the next step tells it.
         """
         started = time.monotonic()
+        # Only a state from the generation before is there before anybody has been met.
+        kind = "generation" if self._held.counts and not (died or left or came) else "admission"
         while True:
-            reason = "death" if died else "leave" if left else "admission"
+            reason = "death" if died else "leave" if left else kind
             self._outside.viewed(view, reason, (*died, *left), came, self._held.state.step, time.time())
             self._phase("compile")
             expected = self._recipe.healer.stripe if came or not self._held.counts else None
@@ -110,15 +119,16 @@ class Recovery:
             if isinstance(outcome, _Equal):
                 break
             view, died = outcome.view, (*died, *outcome.gone)
-        self._held.counts = True
-        if self._group.is_first:
+        self._held.counts, self._held.owes = True, outcome.owes
+        # In a new generation anybody's records may be those of the newest steps.
+        if self._group.is_first or kind == "generation":
             self._outside.resend()
         # A joiner was not told who else is new, but all members see who had no state.
         new = [view.members[rank].slot for rank in outcome.new]
         return {
             "epoch": view.epoch,
             "step": self._held.state.step,
-            "kind": "formed" if outcome.fresh else "death" if died else "leave" if left else "admission",
+            "kind": "formed" if outcome.fresh else "death" if died else "leave" if left else kind,
             "gone": [member.slot for member in (*died, *left)],
             "came": new,
             "healed": [view.members[rank].slot for rank in outcome.healed],
@@ -186,7 +196,8 @@ class Recovery:
         if self._group.rank in agreement.receivers:
             leave(f"slot {self._group.me.slot}: the state still differs after {MAX_HEALING_ROUNDS} transfers")
         # Those still unequal are about to leave.
-        return _Equal(fresh, new, tuple(rank for rank in healed if rank not in agreement.receivers), heal_s)
+        owes = any(standings[rank].owes for rank in agreement.donors)
+        return _Equal(fresh, new, tuple(rank for rank in healed if rank not in agreement.receivers), heal_s, owes)
 
     def _explain(self, agreement: Agreement, wrong: list[int], why: str) -> Agreed:
         """Says in which leaves the members `wrong` differ. Raises StatesDifferError if nobody can say who is right."""
@@ -233,9 +244,8 @@ class Recovery:
         """All members say which state they hold."""
         self._phase("compute")
         fingerprint = self._local.fingerprint(self._held.state)
-        mine = Standing(
-            self._held.state.step, self._held.state.samples, fingerprint, self._recipe.layout, self._held.counts
-        )
+        state = self._held.state
+        mine = Standing(state.step, state.samples, fingerprint, self._recipe.layout, self._held.counts, self._held.owes)
         row = Vote(mine.step, fingerprint=fingerprint).pack() + pack(mine)
         self._phase("reconcile")
 
@@ -281,8 +291,9 @@ class Recovery:
 
         verdict, arrays = self._group.attempt(body)
         if receives and isinstance(verdict, Commit):
-            self._held.counts = False
-            self._held.state = TrainState(donor.step, donor.samples, **arrays)
+            with self._held.moving:
+                self._held.counts = False
+                self._held.state = TrainState(donor.step, donor.samples, **arrays)
         return verdict
 
 

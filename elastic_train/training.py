@@ -14,6 +14,7 @@ import numpy as np
 from elastic_train.checkpoint.keeping import Keeping
 from elastic_train.config import shards_note
 from elastic_train.errors import NonFiniteError, UserCodeError
+from elastic_train.launch.carried import discard
 from elastic_train.membership.group import (
     MAX_JOINERS_PER_STEP,
     Agreed,
@@ -97,8 +98,12 @@ class Training:
         self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
         self._held = Held(recipe.local.give_initial())
         self._keeping = Keeping(recipe, group, outside, checkpoints)
-        before_update = self._keeping.before_update
-        self._stepper = Stepper(group, recipe.local, recipe, recipe.batches, self._phase, outside.worked, before_update)
+        self._is_moving = False
+        self._taken: TrainState | None = None  # the state that is still in the agent's memory, too
+        self._descriptor = -1
+        self._stepper = Stepper(
+            group, recipe.local, recipe, recipe.batches, self._phase, outside.worked, self._before_update
+        )
         self._recovery = Recovery(recipe, group, outside, self._held, self._phase, self._keeping.load)
         self._failure = ""
         self._failures = Failures(self._config.faults.max_step_failures)
@@ -124,6 +129,10 @@ class Training:
         if view.members[0] == self._group.me:
             self._keeping.warm_up(self.state)  # importing takes seconds, which a short run would wait for at its end
         self._begin(view)
+        self._forget_taken()
+        # What the generation before has left to do, and the step that admitted this member.
+        self._evaluate_if_due()
+        self._send_record(is_alone=True)
         while self.state.step < self._config.steps:
             if len(self._group.view.members) < self._min_workers:
                 verdict = self._pause()
@@ -143,6 +152,57 @@ class Training:
             self._outside.failed(self.state.step, False, False, self._failure)
         self._keeping.last(self.state, self._metrics)
         return Result("done" if self.state.step >= self._config.steps else "stopped", self.state, self._metrics)
+
+    def leave_state(self, descriptor: int, limit_s: float) -> str:
+        """Copies what this member has committed into the agent's memory, from another thread. The thread that trains
+        may be stuck, but for as long as it replaces the state it is waited for; it never does so again.
+
+        Returns what came of it, and raises OSError if there is not enough memory, TimeoutError if the thread that
+        trains takes longer than `limit_s`. Nothing counts then.
+        """
+        from elastic_train.checkpoint.carry import Carried, leave_state
+
+        if not self._held.moving.acquire(timeout=limit_s):
+            raise TimeoutError(f"the update has not ended within {limit_s:g} s")
+        state = self._held.state
+        if state is self._taken:
+            return "its state where it was"
+        if not self._held.counts:
+            return ""
+        # The record first: the thread that trains hands it over to the others and drops it here, in this order.
+        record = self._record
+        about = Carried(
+            step=state.step,
+            samples=state.samples,
+            epoch=self._group.view.epoch,
+            records=tuple(self._outside.pending_records()),
+            record=record,
+            metrics=self._metrics,
+            nonfinite=self._nonfinite_in_a_row,
+        )
+        leave_state(descriptor, state, about)
+        return f"the state after step {state.step}"
+
+    def take_state(self, descriptor: int) -> tuple[str, ...] | None:
+        """Begins with the state that the slot's last worker left. Returns the records that it had not got rid of; None
+        if there is no state, or that of another model."""
+        from elastic_train.checkpoint.carry import take_state
+
+        found = take_state(descriptor, self.state, self._recipe.device)
+        if found is None:
+            return None
+        self._held.state, about = found
+        self._held.counts = True
+        self._taken, self._descriptor = self._held.state, descriptor
+        self._record, self._metrics, self._nonfinite_in_a_row = about.record, about.metrics, about.nonfinite
+        return tuple(about.records)
+
+    def _forget_taken(self) -> None:
+        """The members have it: the agent's memory is free again."""
+        if self._taken is not None:
+            with self._held.moving:
+                self._taken = None
+                discard(self._descriptor)
 
     def refuse_other_checkpoint(self) -> None:
         """Raises UsageError if the newest checkpoint cannot be gone on from with this model and these data."""
@@ -181,6 +241,8 @@ class Training:
         left: tuple[Identity, ...] = (),
         came: tuple[Identity, ...] = (),
     ) -> None:
+        has_record = self._record is not None and "evaluation" not in self._record
+        self._held.owes = self._held.owes or (has_record and self._evaluation_is_due)
         self._recovered = self._recovery.begin(view, died, left, came)
         if self._recovered["kind"] == "formed":
             self._metrics = self._keeping.begun(self.state.step)
@@ -223,16 +285,27 @@ class Training:
         every = self._config.faults.fingerprint_every
         if every and before.step % every == 0 and len(self._group.view.members) > 1:
             vote = replace(vote, checked=True)
-        outcome = self._stepper.attempt(before, vote, self._failure)
-        self._held.state = outcome.state
+        try:
+            outcome = self._stepper.attempt(before, vote, self._failure)
+            self._held.state = outcome.state
+            if isinstance(outcome.verdict, Commit):
+                skipped = outcome.verdict.skipped
+                self._nonfinite_in_a_row = skipped.in_a_row if skipped else 0
+                self._committed(before, outcome, skipped is not None)
+        finally:
+            if self._is_moving:  # state and record belong together from here on
+                self._is_moving = False
+                self._held.moving.release()
         if isinstance(outcome.verdict, Commit):
-            skipped = outcome.verdict.skipped
-            self._nonfinite_in_a_row = skipped.in_a_row if skipped else 0
             self._failures.committed()
             self._failure = ""
-            if skipped:
-                self._note_nonfinite(skipped, before.step, "skip", outcome.metrics)
-            self._committed(before, outcome, skipped is not None)
+            if outcome.verdict.skipped:
+                self._note_nonfinite(outcome.verdict.skipped, before.step, "skip", outcome.metrics)
+            self._phase("hook")
+            self._failure = self._trainer._step_committed(
+                self.state.step, self.state.samples, outcome.metrics, outcome.verdict.skipped is not None
+            )
+            self._failures.hook(bool(self._failure))
         elif isinstance(outcome.verdict, Retry) and outcome.verdict.nonfinite:
             self._not_finite(outcome.verdict.nonfinite, outcome.metrics)
         elif isinstance(outcome.verdict, Retry):
@@ -309,23 +382,27 @@ class Training:
         self._last_commit = now
         self._metrics = {**self._metrics, **metrics}
         self._record = record
-        self._phase("hook")
-        self._failure = self._trainer._step_committed(self.state.step, self.state.samples, metrics, skipped)
-        self._failures.hook(bool(self._failure))
 
-    def _send_record(self) -> None:
-        """Every member keeps the record until it is known to be on disk; the first one sends it."""
+    def _before_update(self) -> None:
+        """The state is about to be donated. Nobody who copies it may be interrupted by that."""
+        self._held.moving.acquire()
+        self._is_moving = True
+        self._keeping.before_update()
+
+    def _send_record(self, is_alone: bool = False) -> None:
+        """Every member keeps the record until it is known to be on disk; the first one sends it, or the one that may be
+        alone in having it."""
         if self._record is not None:
             urgent = "recovered" in self._record or "evaluation" in self._record
-            self._outside.record(self._record, flush=urgent, send=self._group.is_first)
+            self._outside.record(self._record, flush=urgent, send=is_alone or self._group.is_first)
             self._record = None
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the step just committed, so that its record can tell."""
-        every, evaluator = self._config.eval_every, self._recipe.evaluator
-        step = self.state.step
-        due = step >= self._config.steps or (every > 0 and step % every == 0)
-        if evaluator is None or not due or self._record is None:
+        evaluator, step = self._recipe.evaluator, self.state.step
+        record = self._record if self._record is not None and self._record["step"] == step else None
+        has_news = record is not None or self._held.owes
+        if evaluator is None or not self._evaluation_is_due or not has_news:
             return
         while True:
             vote = Vote(step, spent=self._failures.next_is_last)
@@ -338,7 +415,15 @@ class Training:
         self._failures.committed()
         self._last_commit = time.monotonic()
         self._metrics = {**self._metrics, **{f"eval_{name}": value for name, value in means.items()}}
-        self._record["evaluation"] = means
+        self._held.owes = False
+        if record is not None:
+            record["evaluation"] = means
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        every, step = self._config.eval_every, self.state.step
+        is_due = step >= self._config.steps or (every > 0 and step % every == 0)
+        return self._recipe.evaluator is not None and is_due
 
     def _phase(self, name: str) -> None:
         self._outside.phase(name, self.state.step)

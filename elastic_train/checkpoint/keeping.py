@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from elastic_train.outside import Outside
     from elastic_train.recipe import Recipe
 
-GENERATION = 0
-
 
 class Keeping:
     """Ties `Saves` and `load_newest` to one member's training.
@@ -133,7 +131,7 @@ class Keeping:
             samples=state.samples,
             pass_size=self._recipe.batches.sampler.num_samples,
             epoch=self._group.view.epoch,
-            generation=GENERATION,
+            generation=self._outside.generation,
             workers=tuple(sorted(member.slot for member in self._group.view.members)),
             metrics=metrics,
             records=tuple(self._outside.pending_records()),

@@ -219,7 +219,7 @@ class Saves:
           position: what goes into the manifest.
           before_me: nodes of the members that come before this one. It saves if all of them have died.
         """
-        if self._config.keep == 0 or state.step <= self._saved_step:
+        if self._config.keep == 0 or state.step <= max(self._saved_step, self._requests.saved_step):
             return
         ended = False if not before_me else None
         if before_me:

@@ -74,16 +74,18 @@ class Snapshot:
 
     Args:
       tree: arrays with the shapes and dtypes of the state.
+      descriptor: memory of somebody else's to use; None allocates some.
+      offset: where in it the state begins, in bytes.
 
     Attributes:
       descriptor: the memory, as a file.
       layout: JSON values; where each leaf lies, for `arrays`.
-      num_bytes: the size of all of it.
+      num_bytes: the size of all of it, `offset` included.
     """
 
-    def __init__(self, tree: PyTree) -> None:
+    def __init__(self, tree: PyTree, descriptor: int | None = None, offset: int = 0) -> None:
         self.layout: list[dict[str, Any]] = []
-        self.num_bytes = 0
+        self.num_bytes = offset
         for keys, leaf in named_leaves(tree):
             held = stored_shape(leaf)
             dtype = np.dtype(held.dtype)
@@ -91,7 +93,7 @@ class Snapshot:
             self.layout.append({**about, "offset": self.num_bytes})
             size = math.prod(held.shape) * dtype.itemsize
             self.num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
-        self.descriptor = os.memfd_create("checkpoint")
+        self.descriptor = os.memfd_create("checkpoint") if descriptor is None else descriptor
         os.ftruncate(self.descriptor, max(1, self.num_bytes))
         self._memory = mmap.mmap(self.descriptor, max(1, self.num_bytes))
         self._arrays = arrays(self._memory, self.layout)

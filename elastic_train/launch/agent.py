@@ -5,6 +5,7 @@ It decides nothing, and imports no jax: a process that holds no accelerator can 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -21,7 +22,8 @@ import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.security import PLAIN, Tls, open_channel
-from elastic_train.launch.environment import JaxRuntime
+from elastic_train.launch import carried
+from elastic_train.launch.environment import RESTORE_VARIABLE, STATE_VARIABLE, JaxRuntime
 from elastic_train.launch.processes import Exit, WorkerProcesses
 from elastic_train.launch.relay import Relay
 from elastic_train.membership.group import Identity
@@ -85,7 +87,9 @@ class Agent:
       host: what the coordinator should call this host.
       keepalive_s: a coordinator that is silent for twice this long counts as lost.
       patience_s: how long to try to reach the coordinator at the start.
-      rejoin: whether to try as long again when it is lost. The workers are ended at once in any case.
+      rejoin: whether to try as long again when it is lost.
+      handover_s: how long its workers may take then to leave their state here and end; those that have not are killed.
+      spare: how many slots besides it could fill, if the job grows.
       tls: this host's files for TLS.
       on_note: shows a line to the person who watches.
     """
@@ -103,13 +107,17 @@ class Agent:
         patience_s: float = 30.0,
         *,
         rejoin: bool = False,
+        handover_s: float = 0.0,
+        spare: int = 0,
         tls: Tls = PLAIN,
         on_note: Callable[[str], None] = print,
     ) -> None:
         self._address = coordinator_address
         self._metadata = wire.secret_metadata(secret)
         self._open_channel = partial(open_channel, coordinator_address, keepalive_s, tls)
-        self._hello = control_pb2.AgentHello(host=host, slots=list(slots), id=uuid4().hex)
+        self._hello = control_pb2.AgentHello(host=host, slots=list(slots), id=uuid4().hex, spare=spare)
+        self._handover_s = handover_s
+        self._states: dict[int, int] = {}  # by slot: memory for a state; see `launch.carried`
         self._environment = environment
         self._patience_s = patience_s
         self._rejoin = rejoin
@@ -183,6 +191,10 @@ class Agent:
             self._end.set_exception(error)
         else:
             self._end.set_result(end)
+        finally:
+            for descriptor in self._states.values():
+                os.close(descriptor)
+            self._states.clear()
 
     def _serve(self) -> AgentEnd:
         """One connection after the other, until the job is over or the coordinator is given up."""
@@ -201,9 +213,12 @@ class Agent:
             if joined:
                 deadline = time.monotonic() + self._patience_s
             may_try = (self._rejoin or not (joined or joined_before)) and end.again and time.monotonic() < deadline
-            lost = f"lost the coordinator at {self._address} ({end.evidence}). The workers of this host were ended."
+            lost = f"lost the coordinator at {self._address} ({end.evidence}). The workers of this host have ended."
             if joined and may_try:
-                self._on_note(f"{lost} Trying to reach it again, for up to {self._patience_s:g} s.")
+                self._describe_states()
+                kept = [(each.slot, each.step) for each in self._hello.carried]
+                states = "".join(f" Kept: the state of slot {slot} after step {step}." for slot, step in kept)
+                self._on_note(f"{lost}{states} Trying to reach it again, for up to {self._patience_s:g} s.")
             elif joined:
                 return AgentEnd(4, f"{lost} Look for the reason in the coordinator's output.")
             elif not may_try:
@@ -216,6 +231,7 @@ class Agent:
         """Connects and does what the coordinator says. When it returns no worker is left."""
         with self._lock:
             self._outgoing = outgoing = queue.SimpleQueue()
+        self._describe_states()
         outgoing.put(control_pb2.FromAgent(hello=self._hello))
         with self._open_channel() as channel:
             self._call = call = control_pb2_grpc.ControlStub(channel).Agent(
@@ -246,6 +262,8 @@ class Agent:
                 if call.code() is grpc.StatusCode.CANCELLED and self._jax is None:
                     return _Lost(f"no answer within {self._patience_s:g} s", again=False)
                 evidence = f"{call.code().name}: {call.details()}"
+                # The workers have lost it, too. Their connections to JAX's service must stay open until they have gone.
+                self._workers.wait_all(self._handover_s, self._closing)
                 return _Lost(evidence, again=call.code() is grpc.StatusCode.UNAVAILABLE)
             finally:
                 for timer in timers:
@@ -273,9 +291,9 @@ class Agent:
                 # The service is on the coordinator's host, which this host may know by another address than that one.
                 host, port = self._address.rpartition(":")[0], welcome.jax_address.rpartition(":")[2]
                 self._relay = Relay(f"{host}:{port}")
-                self._jax = JaxRuntime(self._relay.address, welcome.num_nodes, welcome.jax_tls)
+                self._jax = JaxRuntime(self._relay.address, welcome.num_nodes, welcome.jax_tls, welcome.generation)
             case "start":
-                self._start(wire.identity_value(message.start.identity))
+                self._start(wire.identity_value(message.start.identity), message.start.restore)
             case "kill":
                 end = self._workers.dump_and_kill if message.kill.dump_stacks else self._workers.kill
                 end(wire.identity_value(message.kill.identity))
@@ -285,7 +303,7 @@ class Agent:
             case other:
                 raise ValueError(f"the coordinator sent {other!r}, which this version of the agent does not know")
 
-    def _start(self, identity: Identity) -> None:
+    def _start(self, identity: Identity, restore: bool) -> None:
         if self._jax is None:
             raise ValueError("the coordinator sent a start before its welcome")
         with self._lock:
@@ -295,10 +313,31 @@ class Agent:
             self._report_exit(identity, Exit(0, "", time.time()))
             return
         try:
-            self._workers.start(identity, self._environment(identity, self._jax))
+            descriptor = self._state_of(identity.slot)
+            if not restore:
+                carried.discard(descriptor)
+            told = {STATE_VARIABLE: str(descriptor), RESTORE_VARIABLE: "1" if restore else "0"}
+            environment = {**self._environment(identity, self._jax), **told}
+            self._workers.start(identity, environment, [descriptor])
         except OSError:
             # The coordinator's budget of restarts decides what becomes of it, as of any other failed start.
             self._report_exit(identity, Exit(CANNOT_START, traceback.format_exc(), time.time()))
+
+    def _state_of(self, slot: int) -> int:
+        """The memory for a slot's state. A slot that is new here came with a job that has grown."""
+        if slot not in self._states:
+            self._states[slot] = carried.create(slot)
+            if slot not in self._hello.slots:
+                self._hello.slots.append(slot)
+                self._hello.spare -= 1
+        return self._states[slot]
+
+    def _describe_states(self) -> None:
+        """Says in the next hello which states are here."""
+        del self._hello.carried[:]
+        for slot, descriptor in sorted(self._states.items()):
+            if (found := carried.description(descriptor)) is not None:
+                self._hello.carried.add(slot=slot, step=found["step"], epoch=found["epoch"])
 
     def _say_farewell(self, call: _Stream) -> None:
         """Lets the coordinator read the exits that were just reported."""

@@ -19,6 +19,9 @@ SECRET_VARIABLE = "ELASTIC_TRAIN_SECRET"
 
 PREFIX = "ELASTIC_TRAIN_"
 
+STATE_VARIABLE, RESTORE_VARIABLE = PREFIX + "STATE_DESCRIPTOR", PREFIX + "RESTORE"
+"""What the agent adds for each start of a worker, besides what `worker_environment` says."""
+
 TRACE_VARIABLE = PREFIX + "TRACE_BLOCKS"
 """Set to 1 for an agent or a whole command: workers write what they do at barriers (`telemetry.blocks`)."""
 
@@ -73,11 +76,13 @@ class JaxRuntime(NamedTuple):
       address: `HOST:PORT` of the agent's relay.
       num_nodes: size of the service, node 0 included.
       tls: whether it wants mutual TLS.
+      generation: that of the service.
     """
 
     address: str
     num_nodes: int
     tls: bool
+    generation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,8 @@ class WorkerSettings:
       jax: JAX's coordination service.
       host_address: where this host's workers listen for those of others.
       agent_pid: the process that must be its parent.
+      state_descriptor: where it leaves its state when it loses the coordinator (`launch.carried`); -1 for nowhere.
+      restore: whether it begins with the state that lies there.
       trace_blocks: whether it writes what it does at barriers.
       leave_requested: set by SIGTERM; the trainer then asks to leave after a commit.
     """
@@ -99,6 +106,8 @@ class WorkerSettings:
     jax: JaxRuntime
     host_address: str
     agent_pid: int
+    state_descriptor: int = -1
+    restore: bool = False
     trace_blocks: bool = False
     leave_requested: threading.Event = field(default_factory=threading.Event, compare=False)
 
@@ -123,9 +132,11 @@ class WorkerSettings:
                 }
             ),
             identity=Identity(int(get("slot")), int(get("incarnation")), int(get("node"))),
-            jax=JaxRuntime(get("jax_address"), int(get("num_nodes")), get("jax_tls") == "True"),
+            jax=JaxRuntime(get("jax_address"), int(get("num_nodes")), get("jax_tls") == "True", int(get("generation"))),
             host_address=get("host_address"),
             agent_pid=int(get("agent_pid")),
+            state_descriptor=int(environ.get(STATE_VARIABLE, "-1")),
+            restore=environ.get(RESTORE_VARIABLE) == "1",
             trace_blocks=environ.get(TRACE_VARIABLE) == "1",
         )
 
@@ -154,6 +165,7 @@ def worker_environment(
     told: dict[str, object] = {f.name: getattr(job, f.name) for f in fields(job)}
     told |= {**identity._asdict(), "host_address": host_address, "agent_pid": agent_pid}
     told |= {"jax_address": jax.address, "num_nodes": jax.num_nodes, "jax_tls": jax.tls}
+    told["generation"] = jax.generation
     environment = {
         **environ,
         **{PREFIX + name.upper(): str(value) for name, value in told.items()},

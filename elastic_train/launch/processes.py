@@ -25,6 +25,9 @@ KILL_LIMIT_S = 60.0
 DUMP_LIMIT_S = 3.0
 """How long a worker may take to dump its stacks and end by that, before it gets SIGKILL."""
 
+WAIT_STEP_S = 0.02
+"""How often is looked whether workers that end by themselves have done so."""
+
 MAX_DUMP_BYTES = 1 << 20
 """How much of a dump is looked at."""
 
@@ -74,8 +77,8 @@ class WorkerProcesses:
         self._waiters: dict[Identity, threading.Thread] = {}
         self._dumps: dict[Identity, int] = {}  # where in the log a dump begins
 
-    def start(self, identity: Identity, environment: Mapping[str, str]) -> None:
-        """Starts a worker. Raises OSError if that fails; then neither callback is called."""
+    def start(self, identity: Identity, environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
+        """Starts a worker that inherits `descriptors`. Raises OSError if that fails; no callback is called then."""
         log = self.log(identity)
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -85,6 +88,7 @@ class WorkerProcesses:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
+                pass_fds=descriptors,
             )
         waiter = threading.Thread(target=self._wait, args=(identity, process), name=f"wait-{log.stem}", daemon=True)
         with self._lock:
@@ -128,6 +132,17 @@ class WorkerProcesses:
         with self._lock:
             for process in self._running.values():
                 os.kill(process.pid, number)  # running, or a zombie that is not reaped: the id is ours
+
+    def wait_all(self, limit_s: float, hurry: threading.Event) -> bool:
+        """Waits until every worker has ended by itself; False if one has not within `limit_s`, or `hurry` is set."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            with self._lock:
+                if not self._waiters:
+                    return True
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or hurry.wait(min(left_s, WAIT_STEP_S)):
+                return False
 
     def kill_all(self) -> None:
         """Ends every worker and waits until all are reaped and their exits reported.

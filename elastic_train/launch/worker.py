@@ -24,7 +24,7 @@ from elastic_train.config import report_interval_s
 from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
-from elastic_train.errors import EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
+from elastic_train.errors import EXIT_CARRIED, EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
 from elastic_train.launch.code import code_digests
 from elastic_train.launch.environment import SECRET_VARIABLE, WorkerSettings
 from elastic_train.launch.stacks import install_dumps
@@ -35,13 +35,20 @@ if TYPE_CHECKING:
     from elastic_train.training import Training
 
 
+LEAVES = threading.Event()
+"""Set when the coordinator is lost: this process ends as soon as its state is left."""
+
+
 def main() -> NoReturn:
     """Runs this process's worker to its end."""
     settings = WorkerSettings.read(os.environ)
     del os.environ[SECRET_VARIABLE]  # what the recipe starts has no need of it
     _install_signal_handlers(settings.leave_requested)
     job = settings.job
-    link = Link(job.coordinator, job.secret, settings.identity, job.keepalive_s, Tls.load(job.tls))
+    tls, generation = Tls.load(job.tls), settings.jax.generation
+    link = Link(job.coordinator, job.secret, settings.identity, job.keepalive_s, tls, generation)
+    if settings.state_descriptor >= 0:
+        os.set_inheritable(settings.state_descriptor, False)  # what the recipe starts has no need of it
     link.on_evict = lambda reason: _leave(EXIT_REJOIN, f"evicted: {reason}")
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
     link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
@@ -55,8 +62,11 @@ def main() -> NoReturn:
         _leave(EXIT_USER_CODE, "could not start")
     from elastic_train.member import run_member
 
+    link.on_lost = lambda reason: _leave_state(training, settings, reason)
     link.on_stopped_now = lambda reason: None  # from here on somebody waits for `stopped_now`
     exit_code = run_member(training, link, settings.identity, settings.job.run_dir, code)
+    if LEAVES.is_set():  # the thread that saves what there is ends this process
+        threading.Event().wait(job.heartbeat_timeout_s)
     jax_private.disconnect_worker()
     link.close()
     # Not sys.exit: when jax takes its clients and communicators down it waits for peers that may be gone.
@@ -112,12 +122,38 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         ports,
         settings.leave_requested,
         checkpoint_directory(job.run_dir, config.checkpoint),
-        BlockTrace(job.run_dir, settings.identity, job.secret) if settings.trace_blocks else None,
+        _trace(settings),
     )
+    if settings.restore and settings.state_descriptor >= 0:
+        records = training.take_state(settings.state_descriptor)
+        link.restore(records or ())
+        found = "none that fits" if records is None else f"the one after step {training.state.step}"
+        print(f"the state that this slot's last worker left: {found}", file=sys.stderr, flush=True)
     programs.complete()
     took = f"import {imported - started:.1f} s, connect {connected - imported:.1f} s"
     print(f"ready: {took}, prepare {time.monotonic() - connected:.1f} s", file=sys.stderr, flush=True)
     return training, code
+
+
+def _trace(settings: WorkerSettings) -> BlockTrace | None:
+    if not settings.trace_blocks:
+        return None
+    return BlockTrace(settings.job.run_dir, settings.identity, settings.job.secret, settings.jax.generation)
+
+
+def _leave_state(training: "Training", settings: WorkerSettings, reason: str) -> NoReturn:
+    """The coordinator is gone, in the thread that has noticed. Its place may be taken by another one: the state is left
+    for the worker that joins that one."""
+    LEAVES.set()
+    done = ""
+    try:
+        if settings.state_descriptor >= 0:
+            done = training.leave_state(settings.state_descriptor, settings.job.heartbeat_timeout_s)
+    except Exception:  # this worker has no other use, and others may have their state
+        print(traceback.format_exc(), file=sys.stderr, flush=True)
+    if done:
+        _leave(EXIT_CARRIED, f"lost the coordinator, and has left {done}: {reason}")
+    _leave(EXIT_LOST, f"lost the coordinator, and leaves no state: {reason}")
 
 
 def _install_signal_handlers(leave_requested: threading.Event) -> None:

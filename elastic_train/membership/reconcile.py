@@ -27,6 +27,7 @@ class Standing(NamedTuple):
       fingerprint: 64 bits over the state, as two words.
       layout: 64 bits over key paths, shapes, dtypes and settings, as two words.
       has_state: False on a joiner, whose state is only what the seed gives.
+      owes: the evaluation of this step is due, and has not been made.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Standing(NamedTuple):
     fingerprint: tuple[int, int]
     layout: tuple[int, int]
     has_state: bool
+    owes: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,15 @@ def _most_common(values: Sequence[tuple[object, ...]]) -> tuple[object, ...]:
 
 def pack(standing: Standing) -> list[int]:
     """The part of a standing that a control vector (step, fingerprint) does not hold, as signed 32-bit integers."""
-    words = (standing.samples, standing.samples >> 32, *standing.layout, int(standing.has_state))
+    words = (
+        standing.samples,
+        standing.samples >> 32,
+        *standing.layout,
+        int(standing.has_state) | int(standing.owes) << 1,
+    )
     return [signed(word) for word in words]
 
 
 def unpack(step: int, fingerprint: tuple[int, int], words: Sequence[int]) -> Standing:
-    low, high, first, second, has_state = (int(word) & 0xFFFFFFFF for word in words)
-    return Standing(step, high << 32 | low, fingerprint, (first, second), bool(has_state))
+    low, high, first, second, flags = (int(word) & 0xFFFFFFFF for word in words)
+    return Standing(step, high << 32 | low, fingerprint, (first, second), bool(flags & 1), bool(flags & 2))

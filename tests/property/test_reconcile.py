@@ -95,9 +95,9 @@ def test_leaves_that_differ_are_named():
 
 
 @settings(derandomize=True, deadline=None, max_examples=500)
-@given(st.integers(0, 2**62), words, words, words, words, st.booleans())
-def test_standing_survives_the_wire(samples, a, b, c, d, has_state):
-    standing = Standing(5, samples, (a, b), (c, d), has_state)
+@given(st.integers(0, 2**62), words, words, words, words, st.booleans(), st.booleans())
+def test_standing_survives_the_wire(samples, a, b, c, d, has_state, owes):
+    standing = Standing(5, samples, (a, b), (c, d), has_state, owes)
     row = pack(standing)
     assert all(-(2**31) <= word < 2**31 for word in row)
     assert unpack(5, (a, b), row) == standing
