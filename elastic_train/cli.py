@@ -1,5 +1,5 @@
-"""The command line: `elastic-train run`, `status`, `stop`, `save`, `drain`, `checkpoint`, `ledger`, `barriers`,
-`compare`, `verify-faults` and `coordinator`."""
+"""The command line: `elastic-train run`, `status`, `stop`, `save`, `drain`, `resize`, `checkpoint`, `ledger`,
+`barriers`, `compare`, `verify-faults` and `coordinator`."""
 
 from __future__ import annotations
 
@@ -195,6 +195,21 @@ class Drain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resize:
+    """Change the number of workers of a running job. Further ones join, or the highest slots leave after a commit.
+
+    The number stays when the job goes on after an end, unless another `--workers` is given then.
+
+    Attributes:
+      run_dir: the job's run directory.
+      workers: from now on, on all hosts together.
+    """
+
+    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    workers: Annotated[int, tyro.conf.arg(metavar="M")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ls:
     """List a run's checkpoints.
 
@@ -350,6 +365,7 @@ Command = (
     | Annotated[Stop, tyro.conf.subcommand("stop")]
     | Annotated[Save, tyro.conf.subcommand("save")]
     | Annotated[Drain, tyro.conf.subcommand("drain")]
+    | Annotated[Resize, tyro.conf.subcommand("resize")]
     | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Ledger, tyro.conf.subcommand("ledger")]
     | Annotated[Barriers, tyro.conf.subcommand("barriers")]
@@ -423,7 +439,7 @@ def _perform(command: Command) -> int:
             status = live_status(command.run_dir)
             print(json.dumps(status) if command.json else format_status(status))
             return 0
-        case Stop() | Save() | Drain():
+        case Stop() | Save() | Drain() | Resize():
             return _order(command)
         case Checkpoint(action=action):
             return _checkpoint(action)
@@ -487,7 +503,7 @@ def _verify_faults(command: VerifyFaults) -> int:
     return verified.exit_code
 
 
-def _order(command: Stop | Save | Drain) -> int:
+def _order(command: Stop | Save | Drain | Resize) -> int:
     from elastic_train.coordinator import calls
 
     match command:
@@ -500,6 +516,9 @@ def _order(command: Stop | Save | Drain) -> int:
         case Drain():
             calls.drain(command.run_dir, command.worker)
             print(f"worker {command.worker} leaves after the next commit, and does not come back")
+        case Resize():
+            calls.resize(command.run_dir, command.workers)
+            print(f"the job has {command.workers} workers from now on; `elastic-train status` shows them come or leave")
     return 0
 
 

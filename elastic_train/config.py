@@ -34,6 +34,8 @@ _LEAST = {
     "max_skipped_steps": 1,
     "fingerprint_every": 0,
     "compile_ahead": 0,
+    "max_coordinator_restarts": 0,
+    "node_ids": 0,
 }
 
 
@@ -76,6 +78,11 @@ class FaultConfig:
       jax_heartbeat_timeout_s: JAX's own failure detection, the net below ours.
       coordinator_timeout_s: how long the agent of another host tries to reach the coordinator, at its start and
         after it has lost it.
+      max_coordinator_restarts: how often a coordinator that died is started again within
+        `coordinator_restart_window_s`; then the job ends.
+      coordinator_restart_window_s: see there.
+      node_ids: how many starts of workers one generation has room for; 0 takes 32 for each worker, and at least 255.
+        When they are used, the next generation begins.
       step_timeout_s: how long reading data, computing or updating may take within one step, at least; a worker that
         takes longer is killed and replaced.
       step_timeout_factor: the same as a multiple of the median step time; the longer of the two counts.
@@ -107,6 +114,9 @@ class FaultConfig:
     keepalive_s: float = 5.0
     jax_heartbeat_timeout_s: float = 60.0
     coordinator_timeout_s: float = 600.0
+    max_coordinator_restarts: int = 5
+    coordinator_restart_window_s: float = 600.0
+    node_ids: int = 0
     step_timeout_s: float = 120.0
     step_timeout_factor: float = 10.0
     first_step_timeout_s: float = 600.0

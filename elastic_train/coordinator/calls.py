@@ -36,6 +36,14 @@ def drain(run_dir: Path, slot: int) -> None:
         raise UsageError(f"slot {slot} cannot be drained: {reply.refusal}")
 
 
+def resize(run_dir: Path, workers: int) -> None:
+    """Changes the number of workers. Raises as `_call`, and UsageError if that cannot be; nothing has changed then."""
+    request = control_pb2.ResizeRequest(workers=workers, reason="elastic-train resize")
+    reply = _call(run_dir, CALL_LIMIT_S, lambda stub, about: stub.Resize(request, **about))
+    if reply.refusal:
+        raise UsageError(f"the job cannot have {workers} workers: {reply.refusal}")
+
+
 def save(run_dir: Path) -> tuple[int, str]:
     """Has the job save its state; waits, and returns the step and the checkpoint's path.
 

@@ -19,6 +19,7 @@ class Checkpoints:
       event: writes an event.
       show: shows a line to the person who watches.
       has_checkpoints: the run goes on from one.
+      saved_step: the newest that is known to be saved.
     """
 
     def __init__(
@@ -27,11 +28,17 @@ class Checkpoints:
         event: Callable[..., object],
         show: Callable[[str], None],
         has_checkpoints: bool,
+        saved_step: int = 0,
     ) -> None:
         self._tell_all, self._event, self._show = tell_all, event, show
-        self._state = control_pb2.SaveState(has_checkpoints=has_checkpoints)
+        self._state = control_pb2.SaveState(has_checkpoints=has_checkpoints, saved_step=saved_step)
         self._asked = 0
         self._waiting: list[tuple[int, Future[control_pb2.SaveReply]]] = []
+
+    @property
+    def saved_step(self) -> int:
+        """The newest step that is saved."""
+        return self._state.saved_step
 
     def welcome(self) -> control_pb2.Welcome:
         """What a new worker is told."""

@@ -61,6 +61,7 @@ class Link:
     Only `hello`, `close` and the two `wait_` methods wait.
 
     Attributes:
+      generation: that of the coordinator.
       candidates: joiners that are ready now.
       dead: nodes that the coordinator has named dead so far.
       stop_requested: why all should agree on a stop after a commit; None while nobody asks.
@@ -83,8 +84,10 @@ class Link:
         identity: Identity,
         keepalive_s: float,
         tls: security.Tls = security.PLAIN,
+        generation: int = 0,
     ) -> None:
         self.identity = identity
+        self.generation = generation
         self.candidates: tuple[Identity, ...] = ()
         self.dead: frozenset[int] = frozenset()
         self.stop_requested: str | None = None
@@ -129,6 +132,7 @@ class Link:
             pid=pid,
             host=host,
             versions=versions,
+            generation=self.generation,
         )
         self._messages.appendleft(control_pb2.FromWorker(hello=hello))
         stub = control_pb2_grpc.ControlStub(self._channel)
@@ -198,6 +202,11 @@ class Link:
         """Records, as JSON, that the coordinator may not have on disk, oldest first."""
         with self._changed:
             return [text for _, text in self._unacknowledged]
+
+    def restore(self, records: Sequence[str]) -> None:
+        """Keeps the records of the worker whose state this one has; see `pending_records`."""
+        with self._changed:
+            self._unacknowledged.extend((json.loads(text)["step"], text) for text in records)
 
     @property
     def num_unacknowledged(self) -> int:

@@ -49,16 +49,18 @@ class FromWorker(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., view: _Optional[_Union[ViewChanged, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., noted: _Optional[_Union[Noted, _Mapping]] = ..., saved: _Optional[_Union[Saved, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ..., set_aside: _Optional[_Union[SetAside, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("identity", "pid", "host", "versions")
+    __slots__ = ("identity", "pid", "host", "versions", "generation")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     pid: int
     host: str
     versions: str
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., versions: _Optional[str] = ...) -> None: ...
+    generation: int
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., versions: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("schema",)
@@ -286,14 +288,28 @@ class FromAgent(_message.Message):
     def __init__(self, hello: _Optional[_Union[AgentHello, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., exited: _Optional[_Union[Exited, _Mapping]] = ..., leaving: _Optional[_Union[AgentLeaving, _Mapping]] = ...) -> None: ...
 
 class AgentHello(_message.Message):
-    __slots__ = ("host", "slots", "id")
+    __slots__ = ("host", "slots", "id", "carried", "spare")
     HOST_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_FIELD_NUMBER: _ClassVar[int]
+    SPARE_FIELD_NUMBER: _ClassVar[int]
     host: str
     slots: _containers.RepeatedScalarFieldContainer[int]
     id: str
-    def __init__(self, host: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ..., id: _Optional[str] = ...) -> None: ...
+    carried: _containers.RepeatedCompositeFieldContainer[CarriedState]
+    spare: int
+    def __init__(self, host: _Optional[str] = ..., slots: _Optional[_Iterable[int]] = ..., id: _Optional[str] = ..., carried: _Optional[_Iterable[_Union[CarriedState, _Mapping]]] = ..., spare: _Optional[int] = ...) -> None: ...
+
+class CarriedState(_message.Message):
+    __slots__ = ("slot", "step", "epoch")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    step: int
+    epoch: int
+    def __init__(self, slot: _Optional[int] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class AgentLeaving(_message.Message):
     __slots__ = ("reason",)
@@ -346,20 +362,24 @@ class SlotsRefused(_message.Message):
     def __init__(self, slots: _Optional[_Iterable[int]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AgentWelcome(_message.Message):
-    __slots__ = ("jax_address", "num_nodes", "jax_tls")
+    __slots__ = ("jax_address", "num_nodes", "jax_tls", "generation")
     JAX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     JAX_TLS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     jax_address: str
     num_nodes: int
     jax_tls: bool
-    def __init__(self, jax_address: _Optional[str] = ..., num_nodes: _Optional[int] = ..., jax_tls: bool = ...) -> None: ...
+    generation: int
+    def __init__(self, jax_address: _Optional[str] = ..., num_nodes: _Optional[int] = ..., jax_tls: bool = ..., generation: _Optional[int] = ...) -> None: ...
 
 class StartWorker(_message.Message):
-    __slots__ = ("identity",)
+    __slots__ = ("identity", "restore")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+    restore: bool
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., restore: bool = ...) -> None: ...
 
 class KillWorker(_message.Message):
     __slots__ = ("identity", "reason", "dump_stacks")
@@ -422,6 +442,20 @@ class DrainRequest(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DrainReply(_message.Message):
+    __slots__ = ("refusal",)
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    def __init__(self, refusal: _Optional[str] = ...) -> None: ...
+
+class ResizeRequest(_message.Message):
+    __slots__ = ("workers", "reason")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    workers: int
+    reason: str
+    def __init__(self, workers: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ResizeReply(_message.Message):
     __slots__ = ("refusal",)
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     refusal: str

@@ -64,6 +64,11 @@ class ControlStub(object):
                 request_serializer=elastic__train_dot_coordinator_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=elastic__train_dot_coordinator_dot_control__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/elastic_train.Control/Resize',
+                request_serializer=elastic__train_dot_coordinator_dot_control__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=elastic__train_dot_coordinator_dot_control__pb2.ResizeReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -110,6 +115,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resize(self, request, context):
+        """Changes the number of workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +154,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=elastic__train_dot_coordinator_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=elastic__train_dot_coordinator_dot_control__pb2.DrainReply.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=elastic__train_dot_coordinator_dot_control__pb2.ResizeRequest.FromString,
+                    response_serializer=elastic__train_dot_coordinator_dot_control__pb2.ResizeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +323,33 @@ class Control(object):
             '/elastic_train.Control/Drain',
             elastic__train_dot_coordinator_dot_control__pb2.DrainRequest.SerializeToString,
             elastic__train_dot_coordinator_dot_control__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/elastic_train.Control/Resize',
+            elastic__train_dot_coordinator_dot_control__pb2.ResizeRequest.SerializeToString,
+            elastic__train_dot_coordinator_dot_control__pb2.ResizeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,10 +29,11 @@ from elastic_train.errors import last_error
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import MAX_JOINERS_PER_STEP, Identity
 from elastic_train.membership.roster import Limits, Roster, beginning, refuse_drain
+from elastic_train.membership.roster_generations import refuse_resize
 from elastic_train.telemetry.continuing import Past
 
-GENERATION = 0
-"""This service's number; a job gets another one when its JAX service is replaced."""
+ROOM = 32
+"""So many workers at least can connect, however few the job has at its start."""
 
 LEAVE_TIMEOUT_S = 3.0
 """How long a worker that has closed its stream in order may take to exit before it counts as silent."""
@@ -59,6 +60,8 @@ class Coordinator:
       faults: gives keepalive and JAX heartbeat.
       past: what earlier parts of the run say, whose epochs and incarnations go on.
       has_checkpoints: the run goes on from a checkpoint.
+      generation: this coordinator's number; a job gets another one when its JAX service is replaced.
+      returning, stop_wanted: see `roster.beginning`.
       bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
       host: what callers know this host by; by default the host of `bind`.
       secret: what every caller must know.
@@ -66,6 +69,8 @@ class Coordinator:
       jax_tls: whether JAX's service uses them, too.
       on_note: shows a line to the person who watches.
       on_end: called once, with the End and the last report of each slot that finished.
+      on_next_generation: called with the reason when this coordinator shall end, and the next one begin.
+      on_resized: called with the new number of slots.
       stall_note_s: say who is where when no step has committed for this long.
 
     Attributes:
@@ -84,6 +89,9 @@ class Coordinator:
         faults: FaultConfig,
         past: Past | None = None,
         has_checkpoints: bool = False,
+        generation: int = 0,
+        returning: bool = False,
+        stop_wanted: str = "",
         bind: str = "127.0.0.1:0",
         host: str = "",
         secret: str,
@@ -91,9 +99,13 @@ class Coordinator:
         jax_tls: bool = False,
         on_note: Callable[[str], None] | None = None,
         on_end: OnEnd | None = None,
+        on_next_generation: Callable[[str], None] | None = None,
+        on_resized: Callable[[int], None] | None = None,
         stall_note_s: float = 30.0,
     ) -> None:
-        self.roster = beginning(limits, past.epoch, past.starts) if past else Roster(limits)
+        self.roster = _first_roster(limits, past, stop_wanted, returning)
+        self.generation = generation
+        self._on_next_generation, self._on_resized = on_next_generation, on_resized
         self._records = records
         self._decide = apply
         self._on_note = on_note
@@ -121,6 +133,7 @@ class Coordinator:
             lambda name, /, **fields: records.event(name, **fields),
             lambda text: None if on_note is None else on_note(text),
             has_checkpoints,
+            past.saved_step if past else 0,
         )
         self._finished: dict[int, control_pb2.Finished] = {}
         self._noted_by: dict[tuple[str, str], Identity] = {}
@@ -133,7 +146,7 @@ class Coordinator:
         self._look_interval_s = report_interval_s(faults.step_timeout_s)
 
         # The port first: a port in use is the likeliest error, and cheap to find.
-        self._server = Server(self, bind, secret, faults.keepalive_s, 2 * limits.num_slots + 16, tls)
+        self._server = Server(self, bind, secret, faults.keepalive_s, 2 * max(limits.num_slots, ROOM) + 16, tls)
         self.address = f"{host or bind.rpartition(':')[0]}:{self._server.port}"
         self._jax = JaxService(
             limits.num_nodes,
@@ -154,7 +167,7 @@ class Coordinator:
         """What `elastic-train status --json` prints."""
         roster = self.roster
         return {
-            "generation": GENERATION,
+            "generation": self.generation,
             "epoch": roster.view.epoch,
             "step": self._step(),
             "workers": [
@@ -231,6 +244,11 @@ class Coordinator:
         self._loop.post(partial(self._drain_called, slot, reason, refusal))
         return refusal
 
+    def resize_called(self, workers: int, reason: str) -> Future[str]:
+        refusal: Future[str] = Future()
+        self._loop.post(partial(self._resize_called, workers, reason, refusal))
+        return refusal
+
     # The event loop: all below runs in its thread -------------------------------------------------
 
     def _loop_failed(self, error: Exception) -> None:
@@ -280,8 +298,8 @@ class Coordinator:
                     stream.send(control_pb2.ToWorker(evict=control_pb2.Evict(reason=reason)))
             case r.AskStop(tell, now, reason):
                 self._tell(tell, control_pb2.ToWorker(stop=control_pb2.Stop(now=now, reason=reason)))
-            case r.Start(agent, identity):
-                start = control_pb2.StartWorker(identity=wire.identity_message(identity))
+            case r.Start(agent, identity, restore):
+                start = control_pb2.StartWorker(identity=wire.identity_message(identity), restore=restore)
                 self._tell_agent(agent, control_pb2.ToAgent(start=start))
             case r.Kill(agent, identity, reason, dump_stacks):
                 kill = control_pb2.KillWorker(
@@ -297,8 +315,15 @@ class Coordinator:
                 self._note(event, show, **{**source, **fields})
             case r.End():
                 self._finish_job(action)
+            case r.NextGeneration(reason):
+                self._leave_for_the_next(reason)
             case _:
                 raise TypeError(f"the roster asked for something unknown: {action!r}")
+
+    def _leave_for_the_next(self, reason: str) -> None:
+        self._records.event("generation_ended", generation=self.generation, reason=reason)
+        if self._on_next_generation is not None:
+            self._on_next_generation(reason)
 
     def _tell(self, nodes: Iterable[int], message: control_pb2.ToWorker) -> None:
         for node in nodes:
@@ -412,6 +437,10 @@ class Coordinator:
         identity = wire.identity_value(hello.identity)
         if identity in self._identities.values() or stream in self._identities:
             stream.reject(grpc.StatusCode.ALREADY_EXISTS, f"{identity} is connected already")
+            return
+        if hello.generation != self.generation:  # its node id may be that of a worker of this generation
+            reason = f"it belongs to generation {hello.generation}, and this is generation {self.generation}"
+            stream.send(control_pb2.ToWorker(evict=control_pb2.Evict(reason=reason)))
             return
         self._identities[stream] = identity
         self._deserted.clear()
@@ -575,12 +604,18 @@ class Coordinator:
             self._agent_ids[hello.id] = stream
         self._deserted.clear()
         welcome = control_pb2.AgentWelcome(
-            jax_address=self.jax_address, num_nodes=self._jax.num_nodes, jax_tls=self._jax_tls
+            jax_address=self.jax_address,
+            num_nodes=self._jax.num_nodes,
+            jax_tls=self._jax_tls,
+            generation=self.generation,
         )
         stream.send(control_pb2.ToAgent(welcome=welcome))
         if self._end is not None:  # the job was stopped before this agent came
             self._send_shutdown(stream, self._end)
-        self._apply(r.AgentJoined(name, tuple(hello.slots)))
+        # One that is older than the newest checkpoint is of no use.
+        carried = {each.slot: each.step for each in hello.carried if each.step >= self._checkpoints.saved_step}
+        epoch = max((each.epoch for each in hello.carried), default=0)
+        self._apply(r.AgentJoined(name, tuple(hello.slots), carried, epoch, hello.spare))
 
     def _lost_agent(self, stream: Stream) -> None:
         name = self._agent_names.pop(stream, None)
@@ -616,3 +651,26 @@ class Coordinator:
         if not why_not:
             self._apply(r.DrainAsked(slot, reason))
         refusal.set_result(why_not)
+
+    def _resize_called(self, workers: int, reason: str, refusal: Future[str]) -> None:
+        why_not = refuse_resize(self.roster, workers)
+        if not why_not:
+            if self._on_resized is not None:
+                self._on_resized(workers)
+            self._apply(r.ResizeAsked(workers, reason))
+        refusal.set_result(why_not)
+
+
+def _first_roster(limits: Limits, past: Past | None, stop_wanted: str, returning: bool) -> Roster:
+    if past is None:
+        return Roster(limits)
+    return beginning(
+        limits,
+        past.epoch,
+        past.starts,
+        past.drained,
+        past.given_up,
+        past.failures,
+        past.stop_asked or stop_wanted,
+        returning,
+    )

@@ -85,6 +85,7 @@ class Receiver(Protocol):
     def peer_rejected(self, peer: str) -> None: ...
     def save_called(self) -> Future[control_pb2.SaveReply]: ...
     def drain_called(self, slot: int, reason: str) -> Future[str]: ...
+    def resize_called(self, workers: int, reason: str) -> Future[str]: ...
 
 
 class _Servicer(control_pb2_grpc.ControlServicer):
@@ -113,6 +114,10 @@ class _Servicer(control_pb2_grpc.ControlServicer):
     def Drain(self, request, context):
         refusal = self._receiver.drain_called(request.slot, request.reason).result(CALL_LIMIT_S)
         return control_pb2.DrainReply(refusal=refusal)
+
+    def Resize(self, request, context):
+        refusal = self._receiver.resize_called(request.workers, request.reason).result(CALL_LIMIT_S)
+        return control_pb2.ResizeReply(refusal=refusal)
 
     def _serve(
         self,

@@ -57,6 +57,7 @@ class Checked:
       config_toml: the resolved config.
       steps, log_every, tensorboard, deterministic, batch_policy, faults: from the config.
       shards: into how many a batch of that many workers is cut.
+      max_workers: how many could take part; 0 if any number.
       resume: where the run goes on; None if a new one begins.
     """
 
@@ -66,6 +67,7 @@ class Checked:
     log_every: int
     tensorboard: bool
     shards: int
+    max_workers: int
     deterministic: bool
     batch_policy: str
     faults: FaultConfig
@@ -169,6 +171,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         log_every=config.log_every,
         tensorboard=config.tensorboard,
         shards=config.shards if config.batch_policy == "fixed" else request.workers,
+        max_workers=config.shards if config.batch_policy == "fixed" else 0,
         deterministic=config.deterministic,
         batch_policy=config.batch_policy,
         faults=config.faults,

@@ -19,6 +19,9 @@ NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
 NVIDIA_SMI_LIMIT_S = 60.0
 """The driver may take half a minute to wake GPUs that nobody uses."""
 
+MAX_SPARE = 1 << 16
+"""How many workers more a host could have on its CPU: what ends that is its memory, not a number."""
+
 
 def pick_platform(environ: Mapping[str, str]) -> str:
     """ "cuda" if workers should run on GPUs, otherwise "cpu". `JAX_PLATFORMS`, if set, decides.
@@ -78,6 +81,30 @@ def assign_devices(platform: str, slots: Sequence[int], environ: Mapping[str, st
             "Ask for fewer workers, make more GPUs visible, or set JAX_PLATFORMS=cpu to train on the CPU."
         )
     return dict(zip(slots, gpus, strict=False))
+
+
+class Devices:
+    """Which device each slot of this host has, also those that come when the job grows.
+
+    Args and errors: as for `assign_devices`.
+
+    Attributes:
+      num_spare: how many slots more could be given one.
+    """
+
+    def __init__(self, platform: str, slots: Sequence[int], environ: Mapping[str, str]) -> None:
+        self._devices = assign_devices(platform, slots, environ)
+        taken = set(self._devices.values())
+        self._free = [gpu for gpu in visible_gpus(environ) if gpu not in taken] if platform == "cuda" else None
+        self.num_spare = MAX_SPARE if self._free is None else len(self._free)
+
+    def of(self, slot: int) -> str | None:
+        """What the slot's `CUDA_VISIBLE_DEVICES` is; None on CPU. Raises OSError if there is none left."""
+        if slot not in self._devices:
+            if self._free == []:
+                raise OSError(f"slot {slot}: all GPUs of this host are taken")
+            self._devices[slot] = self._free.pop(0) if self._free is not None else None
+        return self._devices[slot]
 
 
 def _count_gpus() -> int:

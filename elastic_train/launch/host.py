@@ -16,7 +16,7 @@ from elastic_train.coordinator.security import Tls, check_client
 from elastic_train.errors import InterruptedByUser, UsageError
 from elastic_train.launch.agent import Agent, AgentEnd
 from elastic_train.launch.check import Checked, check
-from elastic_train.launch.devices import assign_devices, pick_platform
+from elastic_train.launch.devices import Devices, pick_platform
 from elastic_train.launch.environment import SECRET_VARIABLE, JaxRuntime, JobSettings, worker_environment
 from elastic_train.launch.options import JobOptions, address_towards
 from elastic_train.launch.processes import KILL_LIMIT_S
@@ -46,7 +46,7 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
         raise UsageError("--coordinator needs --workers, the number of workers on all hosts together")
     platform = pick_platform(environ)
     slots = options.slots or tuple(range(options.workers))
-    devices = assign_devices(platform, slots, environ)
+    devices = Devices(platform, slots, environ)
     run_dir = options.run_dir.resolve()
     secret = find_secret(run_dir, environ)
     environ = without_secret(environ)
@@ -74,6 +74,7 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
             address=options.address,
             patience_s=checked.faults.coordinator_timeout_s,
             rejoin=True,
+            spare=0 if options.slots else devices.num_spare,
             on_note=_say,
         )
         end = _watch(agent, signals)
@@ -133,12 +134,13 @@ def start_agent(
     stack: ExitStack,
     settings: JobSettings,
     slots: Sequence[int],
-    devices: Mapping[int, str | None],
+    devices: Devices,
     environ: Mapping[str, str],
     *,
     address: str,
     patience_s: float,
     rejoin: bool,
+    spare: int,
     on_note: Callable[[str], None],
 ) -> Agent:
     """Starts this host's agent; leaving `stack` ends it, and its workers.
@@ -150,7 +152,7 @@ def start_agent(
       devices: what each slot's `CUDA_VISIBLE_DEVICES` is.
       environ: what workers inherit.
       address: where workers listen for other hosts; "" takes the address that this host has towards the coordinator.
-      patience_s, rejoin, on_note: see `Agent`.
+      patience_s, rejoin, spare, on_note: see `Agent`.
     """
 
     def environment(identity: Identity, jax: JaxRuntime) -> dict[str, str]:
@@ -158,7 +160,7 @@ def start_agent(
             environ,
             identity,
             settings,
-            device=devices[identity.slot],
+            device=devices.of(identity.slot),
             jax=jax,
             host_address=address or address_towards(settings.coordinator),
             agent_pid=os.getpid(),
@@ -175,6 +177,8 @@ def start_agent(
         settings.keepalive_s,
         patience_s,
         rejoin=rejoin,
+        handover_s=settings.heartbeat_timeout_s,
+        spare=spare,
         tls=Tls.load(settings.tls),
         on_note=on_note,
     )

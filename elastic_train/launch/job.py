@@ -1,4 +1,4 @@
-"""One job: coordinator, run directory, display, and (unless it is a coordinator alone) this host's agent."""
+"""One job: the coordinator's process, display, signals, and (unless it is a coordinator alone) this host's agent."""
 
 from __future__ import annotations
 
@@ -17,34 +17,24 @@ from typing import Any
 from elastic_train import jax_private
 from elastic_train.chaos.conductor import Conductor
 from elastic_train.chaos.schedule import Planned, Schedule, read_schedule, resolve
-from elastic_train.config import FaultConfig, shards_note
-from elastic_train.coordinator import control_pb2
+from elastic_train.config import shards_note
 from elastic_train.coordinator.security import check_coordinator, why_jax_cannot
-from elastic_train.coordinator.service import Coordinator
 from elastic_train.errors import GaveUpError, InterruptedByUser
 from elastic_train.launch.agent import Agent
 from elastic_train.launch.check import Checked, CheckRequest, check
-from elastic_train.launch.devices import assign_devices, pick_platform, visible_gpus
+from elastic_train.launch.coordinator_process import CoordinatorProcess, Task
+from elastic_train.launch.devices import Devices, pick_platform, visible_gpus
 from elastic_train.launch.host import END_LIMIT_S, job_settings, secret_of, start_agent, without_secret
 from elastic_train.launch.options import JobOptions, check_free
 from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
+from elastic_train.launch.supervisor import JobEnd, Supervisor
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity
-from elastic_train.membership.roster import Limits, apply
-from elastic_train.membership.roster_events import End
 from elastic_train.telemetry.progress import Display
-from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
-from elastic_train.telemetry.report import format_summary
-from elastic_train.telemetry.trackers import open_trackers
+from elastic_train.telemetry.records import prepare_run_directory
 
-OWN_AGENT_LIMIT_S = 30.0
-"""How long this host's agent may take to reach the coordinator in the same process."""
-
-OTHER_HOSTS_LIMIT_S = 30.0
-"""How long the agents of other hosts may take to end their workers after the end of the job."""
-
-NODES_PER_SLOT = 32
-"""JAX's service is sized for this many starts of each slot, and for at least 256 in all."""
+END_NEWS_LIMIT_S = 10.0
+"""How long the coordinator may take to tell of the job's end after it has told the agent."""
 
 
 def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool = True) -> int:
@@ -65,28 +55,26 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     environ = without_secret(environ)
     platform = pick_platform(environ)
     workers = options.workers or (max(1, len(visible_gpus(environ))) if platform == "cuda" else 1)
+    run_dir = options.run_dir.resolve()
+    before, asked = _read_job(run_dir), workers
+    if options.resume != "never" and options.slots is None and before.get("workers_asked") == asked:
+        workers = before["workers"]  # what the job was resized to
     options = dataclasses.replace(options, workers=workers)
     slots = (options.slots or tuple(range(workers))) if with_agent else ()
-    devices = assign_devices(platform, slots, environ)
-    run_dir = options.run_dir.resolve()
+    devices = Devices(platform, slots, environ)
     schedule = read_schedule(options.chaos) if options.chaos is not None else None
     request = dataclasses.replace(options.check_request(workers), run_dir=str(run_dir), resume=options.resume)
-    checked, planned = _check_before(run_dir, request, environ, schedule)
-    resume = checked.resume
 
     with ExitStack() as stack:
+        process = CoordinatorProcess()  # it imports while the recipe is checked
+        stack.callback(process.kill)
+        checked, planned = _check_before(run_dir, request, environ, schedule)
+        resume = checked.resume
+        continues = not with_agent and _is_broken_off(run_dir, before, checked)
+        if continues:
+            secret = (run_dir / "secret").read_text(encoding="utf-8")
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP))
         display = Display(sys.stderr, workers, checked.steps, first_step=resume.step if resume else 0)
-        trackers = open_trackers(checked.tensorboard, run_dir)
-        records = stack.enter_context(
-            RunDirectory(
-                run_dir,
-                log_every=checked.log_every,
-                resume=resume.step if resume else None,
-                trackers=trackers,
-                on_note=display.note,
-            )
-        )
         display.start()
         stack.callback(display.stop)
         if platform == "cuda" and (note := shards_note(checked.shards, workers)):
@@ -95,133 +83,63 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         no_jax_tls = why_jax_cannot(options.tls, jax_private.knows_mtls(), known["jaxlib"])
         if no_jax_tls is not None:
             display.note(f"JAX's coordination service is NOT encrypted, the control plane is: {no_jax_tls}.")
-        job = _JobRecords(records, display)
-        records.write_config(checked.config_toml)
-        records.write_secret(secret)
-        records.event("job_started", recipe=options.recipe, trainer=checked.trainer, workers=workers)
-        if resume:
-            resume.tell(records.event, display.note)
-            records.fill_up(resume.step, resume.records)
-        coordinator = Coordinator(
-            _limits(workers, options.min_workers, checked.faults),
-            job,
-            past=records.past,
+        task = Task(
+            run_dir=str(run_dir),
+            recipe=options.recipe,
+            trainer=checked.trainer,
+            config_toml=checked.config_toml,
+            steps=checked.steps,
+            log_every=checked.log_every,
+            tensorboard=checked.tensorboard,
+            faults=dataclasses.asdict(checked.faults),
+            workers=workers,
+            workers_asked=asked,
+            alone=not with_agent,
+            chaos=schedule is not None,
+            min_workers=options.min_workers,
+            max_workers=checked.max_workers,
+            resume=dataclasses.asdict(resume) if resume is not None and not continues else None,
+            continues=continues,
+            lost={},
+            stop_wanted="",
             has_checkpoints=resume is not None and bool(resume.path),
-            apply=apply,
-            faults=checked.faults,
             bind=options.bind,
             host=host,
             secret=secret,
-            tls=options.tls,
+            tls=dataclasses.asdict(options.tls),
             jax_tls=options.tls.given and no_jax_tls is None,
-            on_note=display.note,
-            on_end=job.end,
+            versions=known,
+            pid=os.getpid(),
         )
-        stack.callback(coordinator.close)  # after the workers are gone: JAX ends those that lose its service
-        records.write_job(
-            {
-                "address": coordinator.address,
-                "versions": known,
-                "tls": dataclasses.asdict(options.tls),
-                "start_time": time.time(),
-                "recipe": options.recipe,
-                "workers": workers,
-                "steps": checked.steps,
-                "pid": os.getpid(),
-            }
-        )
-        agent, chaos, conductor = None, None, None
-        if with_agent:
-            settings = job_settings(coordinator.address, secret, run_dir, options, platform, checked)
+        job = Supervisor(process, task, checked.faults, display.update, display.note)
+        stack.callback(job.close)  # after the workers are gone: JAX ends those that lose its service
+        job.wait_begun()
+        agent, conductor = None, None
+        if with_agent and job.end is None:
+            settings = job_settings(job.address, secret, run_dir, options, platform, checked)
+            chaos = _UnderChaos(job)
             if schedule is not None:  # before a worker looks for its orders
-                chaos = _UnderChaos(coordinator, records)
                 conductor = Conductor(planned, workers, schedule.max_down, run_dir / "chaos", chaos)
-                job.conductor = conductor
-            agent = start_agent(
+                job.on_ending = conductor.finish
+            chaos.agent = agent = start_agent(
                 stack,
                 settings,
                 slots,
                 devices,
                 environ,
                 address=options.address,
-                patience_s=OWN_AGENT_LIMIT_S,
-                rejoin=False,
+                patience_s=checked.faults.coordinator_timeout_s,
+                rejoin=True,
+                spare=0 if options.slots else devices.num_spare,
                 on_note=display.note,
             )
-            if chaos is not None:
-                chaos.agent = agent
-        else:
-            display.note(_how_to_join(coordinator.address, options, run_dir))
-        end = _watch(coordinator, agent, display, signals, conductor)
+        elif job.end is None:
+            display.note(_how_to_join(job.address, options, run_dir))
+        end = _watch(job, agent, display, signals, conductor)
         if agent is not None:
             agent.wait(END_LIMIT_S)
-        coordinator.wait_left(OTHER_HOSTS_LIMIT_S)
-    print(format_summary(job.summary, run_dir) if job.summary else f"{end.message}\n{end.traceback}", flush=True)
+    print(end.text, flush=True)
     return end.exit_code
-
-
-class _JobRecords:
-    """Where the coordinator writes: the run directory, and what of it is shown.
-
-    Attributes:
-      summary: the content of summary.json, once it is written.
-      conductor: has the last word on injected faults before that.
-    """
-
-    def __init__(self, records: RunDirectory, display: Display) -> None:
-        self._records = records
-        self._display = display
-        self.summary: dict[str, Any] | None = None
-        self.conductor: Conductor | None = None
-
-    @property
-    def flushed_step(self) -> int:
-        return self._records.flushed_step
-
-    @property
-    def gap(self) -> tuple[int, int] | None:
-        return self._records.gap
-
-    def event(self, name: str, /, **fields: Any) -> None:
-        self._records.event(name, **fields)
-
-    def commit(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        written = self._records.commit(record)
-        # A step that is taken again is shown, too, although it is not written again.
-        self._show(written or ([record] if self._records.newest is record else []))
-        return written
-
-    def skip_gap(self) -> list[Mapping[str, Any]]:
-        written = self._records.skip_gap()
-        self._show(written)
-        return written
-
-    def _show(self, records: list[Mapping[str, Any]]) -> None:
-        for record in records:
-            self._display.update({**record, "time_lost_s": self._records.time_lost_s})
-
-    def end(self, end: End, finished: Mapping[int, control_pb2.Finished]) -> None:
-        """Writes the summary. The final state is that of the lowest slot among those that went furthest."""
-        if self.conductor is not None:
-            self.conductor.finish()
-        about: dict[str, Any] = {
-            "status": end.status,
-            "exit_code": end.exit_code,
-            "message": end.message,
-            "traceback": end.traceback,
-            "versions": versions(),
-        }
-        orderly = [report for _, report in sorted(finished.items()) if report.status in ("done", "stopped")]
-        if orderly:
-            final = max(orderly, key=lambda report: report.step)
-            about |= {
-                "step": final.step,
-                "samples": final.samples,
-                "params_sha256": final.params_sha256,
-                "state_sha256": final.state_sha256,
-                "metrics": json.loads(final.result or "{}"),
-            }
-        self.summary = self._records.summary(about)
 
 
 class _UnderChaos:
@@ -229,25 +147,22 @@ class _UnderChaos:
 
     agent: Agent
 
-    def __init__(self, coordinator: Coordinator, records: RunDirectory) -> None:
-        self._coordinator, self._records = coordinator, records
+    def __init__(self, job: Supervisor) -> None:
+        self._job = job
 
     @property
     def members(self) -> tuple[Identity, ...]:
-        roster = self._coordinator.roster
-        # A joiner is in the view before it has a state: if only such were left, all would be lost.
-        able = {worker.identity for worker in roster.members if worker.first_step is not None}
-        return tuple(member for member in roster.view.members if member in able)
+        return self._job.members
 
     @property
     def step(self) -> int:
-        return self._coordinator.step
+        return self._job.step
 
     def signal(self, identity: Identity, number: signal.Signals) -> bool:
         return self.agent.signal(identity, number)
 
     def event(self, name: str, /, **fields: Any) -> None:
-        self._records.event(name, **fields)
+        self._job.event(name, **fields)
 
 
 def _check_before(
@@ -265,26 +180,40 @@ def _check_before(
         raise
 
 
-def _limits(workers: int, min_workers: int, faults: FaultConfig) -> Limits:
-    return Limits(
-        num_slots=workers,
-        min_workers=min_workers,
-        max_restarts=faults.max_restarts,
-        forgive_after_steps=faults.forgive_after_steps,
-        first_backoff_s=faults.first_backoff_s,
-        max_backoff_s=faults.max_backoff_s,
-        start_grace_s=faults.start_grace_s,
-        start_timeout_s=faults.start_timeout_s,
-        floor_timeout_s=faults.floor_timeout_s,
-        num_nodes=max(256, NODES_PER_SLOT * workers),
+def _read_job(run_dir: Path) -> dict[str, Any]:
+    """The run's job.json; empty if there is none that can be read."""
+    try:
+        return json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _is_broken_off(run_dir: Path, before: Mapping[str, Any], checked: Checked) -> bool:
+    """Whether the job whose coordinator ran alone has not ended, and would go on as it was: hosts may wait for it."""
+    config = run_dir / "config.toml"
+    return (
+        before.get("alone", False)
+        and checked.resume is not None
+        and not (run_dir / "summary.json").exists()
+        and config.exists()
+        and config.read_text(encoding="utf-8") == checked.config_toml
+        and (run_dir / "secret").exists()
     )
 
 
+def _await_end(job: Supervisor) -> None:
+    """The agent may have heard first that the job is over."""
+    deadline = time.monotonic() + END_NEWS_LIMIT_S
+    while job.end is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        job.tick()
+
+
 def _watch(
-    coordinator: Coordinator, agent: Agent | None, display: Display, signals: Signals, conductor: Conductor | None
-) -> End:
-    """Waits for the job's end; hands on signals, and the members that come and go, in the meantime."""
-    while (end := coordinator.wait(0)) is None:
+    job: Supervisor, agent: Agent | None, display: Display, signals: Signals, conductor: Conductor | None
+) -> JobEnd:
+    """Waits for the job's end; hands on signals in the meantime."""
+    while job.end is None:
         for number in signals.wait(POLL_S):
             if number == signal.SIGUSR1:
                 if agent is not None:  # without one there are no workers here
@@ -292,24 +221,19 @@ def _watch(
             elif number == signal.SIGTSTP:
                 display.note(ON_TSTP)
             elif signals.num_stops == 1:
-                coordinator.ask_stop(False, f"{number.name} at the job's process")
+                job.stop(False, f"{number.name} at the job's process")
             elif signals.num_stops == 2:
-                coordinator.ask_stop(True, f"a second signal, {number.name}, at the job's process")
+                job.stop(True, f"a second signal, {number.name}, at the job's process")
             else:
                 raise InterruptedByUser("interrupted a third time; all workers were ended without a clean stop")
-        if agent is not None and agent.ended and coordinator.wait(POLL_S) is None:
-            raise GaveUpError(f"this host's agent has ended before the job: {agent.wait(0).reason}")
+        job.tick()
+        if agent is not None and agent.ended and job.end is None:
+            _await_end(job)
+            if job.end is None:
+                raise GaveUpError(f"this host's agent has ended before the job: {agent.wait(0).reason}")
         if conductor is not None:
             conductor.tick()
-        display.update(_snapshot(coordinator.status()))
-    return end
-
-
-def _snapshot(status: Mapping[str, Any]) -> dict[str, Any]:
-    """What the display shows of a job's status."""
-    slots = {state: [w["slot"] for w in status["workers"] if w["state"] == state] for state in ("ready", "member")}
-    members = slots["member"]
-    return {"step": status["step"], "epoch": status["epoch"], "workers": members, "ready": members + slots["ready"]}
+    return job.end
 
 
 def _how_to_join(address: str, options: JobOptions, run_dir: Path) -> str:

@@ -23,7 +23,7 @@ from elastic_train.launch.check import CheckFailed
 from elastic_train.launch.host import without_secret
 from elastic_train.launch.options import JobOptions, address_towards
 from elastic_train.launch.signals import Signals
-from elastic_train.membership.roster_events import End
+from elastic_train.launch.supervisor import JobEnd
 from elastic_train.telemetry.records import RunDirectory
 
 RECIPE = "recipes/linear.py"
@@ -216,24 +216,22 @@ def test_plain_options() -> None:
     assert cli.parse_plain([], prog="x").set == ()
 
 
-def test_stacks_asked_of_a_coordinator_without_workers_do_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_asked_of_a_coordinator_without_workers_do_not_end_the_job() -> None:
     """SIGUSR1 is no request to stop, and there is no agent here to hand it to."""
-    ends = iter([None, End(0, "done", "all steps done")])
-    coordinator = SimpleNamespace(wait=lambda _: next(ends), status=dict)
+    supervisor = SimpleNamespace(end=None)
+    supervisor.tick = lambda: setattr(supervisor, "end", JobEnd(0, "all steps done"))
     signals = SimpleNamespace(wait=lambda _: [signal.SIGUSR1], num_stops=0)
-    monkeypatch.setattr(job, "_snapshot", lambda status: status)
-    display = SimpleNamespace(update=lambda _: None)
-    assert job._watch(coordinator, None, display, signals, None).exit_code == 0  # type: ignore[arg-type]
+    assert job._watch(supervisor, None, SimpleNamespace(), signals, None).exit_code == 0  # type: ignore[arg-type]
 
 
-def test_ctrl_z_does_not_stop_the_process_that_the_workers_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends, shown = iter([None, None, End(0, "done", "all steps done")]), []
-    coordinator = SimpleNamespace(wait=lambda _: next(ends), status=dict)
-    monkeypatch.setattr(job, "_snapshot", lambda status: status)
-    display = SimpleNamespace(update=lambda _: None, note=shown.append)
+def test_ctrl_z_does_not_stop_the_process_that_the_workers_need() -> None:
+    ends, shown = iter([None, JobEnd(0, "all steps done")]), []
+    supervisor = SimpleNamespace(end=None)
+    supervisor.tick = lambda: setattr(supervisor, "end", next(ends))
+    display = SimpleNamespace(note=shown.append)
     with Signals(signal.SIGTSTP) as signals:
         os.kill(os.getpid(), signal.SIGTSTP)
-        assert job._watch(coordinator, None, display, signals, None).exit_code == 0  # type: ignore[arg-type]
+        assert job._watch(supervisor, None, display, signals, None).exit_code == 0  # type: ignore[arg-type]
     assert len(shown) == 1 and "Ctrl-Z" in shown[0]
 
 
