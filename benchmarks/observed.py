@@ -65,6 +65,10 @@ class Observed:
         events = self.lines("events.jsonl")
         return [e for e in events if e["event"] == "worker_started" and e["slot"] == slot][-1]["pid"]
 
+    def coordinator(self) -> int:
+        """Process id of the newest coordinator."""
+        return [e for e in self.lines("events.jsonl") if e["event"] == "generation_began"][-1]["pid"]
+
     def step(self) -> int:
         """Steps that were written down so far."""
         lines = self.lines("ledger.jsonl")

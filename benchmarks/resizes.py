@@ -121,8 +121,9 @@ def calm_step(job: Observed, everybody: list[int]) -> float:
 
 
 def sample(job: Observed, stays: int, resizes: int) -> dict[str, Any]:
-    """What the job's process and the member that stays hold now."""
-    found: dict[str, Any] = {"resizes": resizes, "coordinator": usage(job.job.pid), "member": usage(stays)}
+    """What the coordinator, the agent (in the command's process) and the member that stays hold now."""
+    found: dict[str, Any] = {"resizes": resizes, "agent": usage(job.job.pid), "member": usage(stays)}
+    found["coordinator"] = usage(job.coordinator())
     if shutil.which("nvidia-smi") and os.environ.get("JAX_PLATFORMS") != "cpu":
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
         found["device_mib"] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -135,7 +136,7 @@ def growth(samples: list[dict[str, Any]]) -> dict[str, Any]:
     num = max(1, last["resizes"] - first["resizes"])
     grown: dict[str, Any] = {
         who: {name: (last[who][name] - first[who][name]) / num for name in last[who]}
-        for who in ("coordinator", "member")
+        for who in ("coordinator", "agent", "member")
     }
     if "device_mib" in last:
         grown["device_mib"] = (last["device_mib"] - first["device_mib"]) / num

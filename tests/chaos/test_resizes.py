@@ -27,6 +27,6 @@ def test_row_25_resizes_leave_no_threads_or_descriptors_behind(tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["same_member_throughout"] and report["resizes"] >= 6
     first, *_, last = report["samples"]
-    for who in ("coordinator", "member"):
+    for who in ("coordinator", "agent", "member"):
         for name in ("num_threads", "num_fds"):
             assert last[who][name] <= first[who][name] + SLACK, report["samples"]

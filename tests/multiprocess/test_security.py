@@ -222,20 +222,14 @@ def test_a_job_with_mutual_tls_keeps_out_who_has_no_certificate(tmp_path, author
 
 
 def jax_port(job: Job) -> int:
-    """The job process listens at the control plane's port, the relay's and that of JAX's service."""
+    """The coordinator's process listens at the control plane's port and at that of JAX's service."""
     ours = {
         found.laddr.port
-        for found in psutil.Process(job.process.pid).net_connections(kind="tcp")
+        for found in psutil.Process(job.events("generation_began")[-1]["pid"]).net_connections(kind="tcp")
         if found.status == psutil.CONN_LISTEN
     }
-    ours.remove(int(job.json("job.json")["address"].rpartition(":")[2]))
-    relay = int(environment_of(job.worker_pid(0))["ELASTIC_TRAIN_JAX_ADDRESS"].rpartition(":")[2])
-    (port,) = ours - {relay}
+    (port,) = ours - {int(job.json("job.json")["address"].rpartition(":")[2])}
     return port
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    return psutil.Process(pid).environ()
 
 
 # Ports, run directories, and other jobs on the same host --------------------------------------------------
