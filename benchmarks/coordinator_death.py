@@ -8,14 +8,13 @@ Times are seconds from the SIGKILL, on one machine's clock.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import report
 from observed import Observed, plain_run, running
 
 
@@ -30,28 +29,22 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments, options = parser.parse_known_args()
+    about = report.about()
     with running(arguments.recipe, arguments.workers, 1_000_000, arguments.run_dir, options) as job:
         rows = [kill(job, arguments.settle) for _ in range(arguments.kills)]
         exit_code = job.stop()
     summary = job.summary()
     alone = plain_run(arguments.recipe, summary["step"], arguments.run_dir.with_name("alone"), options)
     result = {
-        "benchmark": "coordinator_death",
-        "recipe": arguments.recipe.name,
+        **about,
         "workers": arguments.workers,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "load_average": os.getloadavg()[0],
-        "date": time.strftime("%Y-%m-%d"),
         "exit_code": exit_code,
         "steps": summary["step"],
         "steps_lost": summary["steps_lost"],
         "exact": summary["state_sha256"] == alone["state_sha256"],
         "kills": rows,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
+    report.write(result, arguments.out)
 
 
 def kill(job: Observed, settle: int) -> dict[str, Any]:
