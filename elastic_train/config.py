@@ -81,7 +81,8 @@ class FaultConfig:
       max_coordinator_restarts: how often a coordinator that died is started again within
         `coordinator_restart_window_s`; then the job ends.
       coordinator_restart_window_s: see there.
-      node_ids: how many starts of workers one generation has room for; 0 takes 32 for each worker, and at least 255.
+      node_ids: how many starts of workers one generation has room for; 0 takes 32 for each worker, at least 255, and
+        with many workers at most 512, or four for each.
         When they are used, the next generation begins.
       step_timeout_s: how long reading data, computing or updating may take within one step, at least; a worker that
         takes longer is killed and replaced.

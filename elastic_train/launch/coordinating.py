@@ -20,10 +20,10 @@ from elastic_train.coordinator.service import ROOM, Coordinator
 from elastic_train.launch.coordinator_process import (
     EXIT_NEXT,
     LAST_WORD_LIMIT_S,
-    NODES_PER_SLOT,
     OTHER_HOSTS_LIMIT_S,
     TELL_INTERVAL_S,
     Task,
+    node_ids,
 )
 from elastic_train.membership.roster import Limits, apply
 from elastic_train.membership.roster_events import End
@@ -111,7 +111,7 @@ def limits_of(workers: int, task: Task, faults: FaultConfig) -> Limits:
         start_grace_s=faults.start_grace_s,
         start_timeout_s=faults.start_timeout_s,
         floor_timeout_s=faults.floor_timeout_s,
-        num_nodes=max(workers, faults.node_ids or max(255, NODES_PER_SLOT * workers)) + 1,
+        num_nodes=max(workers, faults.node_ids or node_ids(workers)) + 1,
         max_slots=task.max_workers,
         capacity=max(workers, ROOM),
     )

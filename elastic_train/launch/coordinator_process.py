@@ -40,8 +40,14 @@ OTHER_HOSTS_LIMIT_S = 30.0
 CLOSE_LIMIT_S = OTHER_HOSTS_LIMIT_S + 10.0
 """How long this process may take to end after the job; then it is killed."""
 
-NODES_PER_SLOT = 32
-"""JAX's service is sized for this many starts of each slot, and for at least 255 in all."""
+NODES_PER_SLOT, FEWEST_PER_SLOT, MANY_NODES = 32, 4, 512
+"""JAX's service is sized for so many starts of each slot, at least 255 in all. Above `MANY_NODES`, which it takes a second
+to register, and four times as many take forty, it is for a few starts of each: see `faults.node_ids`."""
+
+
+def node_ids(workers: int) -> int:
+    """How many starts of workers a generation of a job has room for."""
+    return max(255, min(NODES_PER_SLOT * workers, MANY_NODES), FEWEST_PER_SLOT * workers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train.launch.coordinator_process import node_ids
 from elastic_train.launch.supervisor import Restarts
 
 
@@ -18,3 +20,8 @@ def test_no_window_holds_more_restarts_than_allowed(most: int, pauses: list[floa
         assert restarts.allow(now) == is_free
         if is_free:
             allowed.append(now)
+
+
+@pytest.mark.parametrize(("workers", "expected"), [(1, 255), (8, 256), (16, 512), (64, 512), (1000, 4000)])
+def test_many_workers_do_not_wait_for_node_ids_to_be_registered(workers: int, expected: int) -> None:
+    assert node_ids(workers) == expected
