@@ -103,6 +103,7 @@ def test_answer_of_any_size_comes_back(recipe: str, monkeypatch: pytest.MonkeyPa
         "log_every": 1,
         "tensorboard": False,
         "shards": 8,
+        "max_workers": 8,
         "deterministic": False,
         "batch_policy": "fixed",
         "faults": {"max_restarts": 4},
