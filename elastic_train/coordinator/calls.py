@@ -66,7 +66,7 @@ def _call(run_dir: Path, limit_s: float, call: Callable[..., Reply]) -> Reply:
         job = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
         address = job.get("address")
         secret = (run_dir / "secret").read_text(encoding="utf-8").strip() if address else ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # the last one: it is JSON, but no object
         raise UsageError(f"cannot read what leads to the job in {run_dir}: {error}") from error
     if not address:
         raise UsageError(f"the run in {run_dir} is one plain process; send it SIGTERM to stop it")

@@ -57,8 +57,8 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
     workers = options.workers or (max(1, len(visible_gpus(environ))) if platform == "cuda" else 1)
     run_dir = options.run_dir.resolve()
     before, asked = _read_job(run_dir), workers
-    if options.resume != "never" and options.slots is None and before.get("workers_asked") == asked:
-        workers = before["workers"]  # what the job was resized to
+    if options.resume != "never" and options.slots is None:
+        workers = _resized(before, options.workers, asked)
     options = dataclasses.replace(options, workers=workers)
     slots = (options.slots or tuple(range(workers))) if with_agent else ()
     devices = Devices(platform, slots, environ)
@@ -183,9 +183,18 @@ def _check_before(
 def _read_job(run_dir: Path) -> dict[str, Any]:
     """The run's job.json; empty if there is none that can be read."""
     try:
-        return json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
+        job = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return job if isinstance(job, dict) else {}
+
+
+def _resized(before: Mapping[str, Any], given: int | None, workers: int) -> int:
+    """The number of workers that the job had been resized to, unless another one than then is given now."""
+    number, asked = before.get("workers"), before.get("workers_asked")
+    if isinstance(number, int) and number >= 1 and number != asked and given in (None, asked):
+        return number
+    return workers
 
 
 def _is_broken_off(run_dir: Path, before: Mapping[str, Any], checked: Checked) -> bool:

@@ -87,6 +87,7 @@ class Supervisor:
         self._evidence = ""
         self._serves = False
         self._silent_s, self._looked, self._retry_at = 0.0, time.monotonic(), 0.0
+        self._lost_at = 0.0  # Unix time of its last sign, if it was killed for its silence
         self.address = ""
         self.step = 0
         self.members: tuple[Identity, ...] = ()
@@ -125,6 +126,7 @@ class Supervisor:
         limit_s = 3 * self._faults.keepalive_s if self._serves else BEGIN_LIMIT_S
         if self._silent_s > limit_s and self.end is None:
             self._evidence = f"it was silent for {limit_s:g} s, and was killed"
+            self._lost_at = time.time() - self._silent_s
             self._process.kill()  # its end comes as a message
 
     def stop(self, now: bool, reason: str) -> None:
@@ -182,10 +184,9 @@ class Supervisor:
         self._retry_at = time.monotonic() + (0.0 if self._serves else RETRY_S)
         # Until one has noted it, it is the first of several deaths that counts.
         lost = {} if on_purpose else self._task.lost if not self._serves else {}
-        self._task = dataclasses.replace(
-            self._task, lost=lost or ({} if on_purpose else {"exit_code": exit_code, "time": time.time()})
-        )
-        self._serves = False
+        found = {} if on_purpose else {"exit_code": exit_code, "time": self._lost_at or time.time()}
+        self._task = dataclasses.replace(self._task, lost=lost or found)
+        self._serves, self._lost_at = False, 0.0
         if on_purpose:
             return
         if not self._restarts.allow(time.monotonic()):
@@ -197,7 +198,8 @@ class Supervisor:
                 "command then goes on from the newest checkpoint."
             )
         self._note(
-            f"the coordinator has died ({evidence}): it is started again, and the workers bring their state back"
+            f"the coordinator has died ({evidence}): it is started again"
+            + (", and the workers bring their state back" if self.step else "")
         )
 
     def _start(self) -> None:

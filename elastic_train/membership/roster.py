@@ -81,13 +81,13 @@ def beginning(
       drained, given_up: slots that are not filled any more.
       failures: how often the worker of each slot has ended in a row.
       stop_wanted: why the members will be asked to stop; empty if nobody has asked.
-      returning: the members of the generation before are to be expected, with their states.
+      returning: the members of the generation before, if it had any, are to be expected, with their states.
     """
     slots = {
         slot: Slot(number, (failures or {}).get(slot, 0), drained=slot in drained, given_up=slot in given_up)
         for slot, number in starts.items()
     }
-    return Roster(limits, view=View(epoch, ()), slots=slots, stop_wanted=stop_wanted, returning=returning)
+    return Roster(limits, view=View(epoch, ()), slots=slots, stop_wanted=stop_wanted, returning=returning and epoch > 0)
 
 
 def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:

@@ -24,11 +24,14 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     """The content of summary.json; empty while the job runs. Raises UsageError if it is no JSON."""
     path = run_dir / "summary.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise UsageError(f"{path}: not JSON: {error}; the file was changed") from error
+    if not isinstance(summary, dict):
+        raise UsageError(f"{path}: no JSON object; the file was changed")
+    return summary
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _end(run_dir: Path) -> str:
         return "broken_off"
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"cannot read {path}: {error!r}; the file was changed") from error
 
 
@@ -173,6 +173,9 @@ def _read_job(run_dir: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        job = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}; the file was changed") from error
+    if not isinstance(job, dict):
+        raise UsageError(f"{path} holds no JSON object; the file was changed")
+    return job

@@ -146,6 +146,8 @@ def test_orders_to_no_job(capsys: pytest.CaptureFixture[str], tmp_path: Path, or
     assert "no job runs in" in refused(capsys, *order, str(tmp_path))
     (tmp_path / "job.json").write_text(json.dumps({"address": None}))
     assert "one plain process" in refused(capsys, *order, str(tmp_path))
+    (tmp_path / "job.json").write_text("[]")
+    assert "cannot read what leads to the job" in refused(capsys, *order, str(tmp_path))
 
 
 def test_more_workers_than_gpus(

@@ -85,6 +85,8 @@ def test_a_stop_waits_for_members_that_bring_their_state_back() -> None:
     assert [a for a in actions if isinstance(a, AskStop)] == [AskStop((1, 2), now=False, reason="SIGTERM")]
     early = beginning(LIMITS, epoch=4, starts={}, returning=True)
     assert not [a for a in play(early, StopAsked(False, "once"))[1] if isinstance(a, End)]
+    nobody_had_a_state = beginning(LIMITS, epoch=0, starts={0: 1}, returning=True)
+    assert [a for a in play(nobody_had_a_state, StopAsked(False, "once"))[1] if isinstance(a, End)]
     waiting, actions = play(replace(roster, stop_wanted=""), StopAsked(False, "once"))
     assert not [a for a in actions if isinstance(a, End)]
     assert [a.exit_code for a in play(waiting, StopAsked(False, "twice"))[1] if isinstance(a, End)] == [130]

@@ -19,6 +19,7 @@ from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.errors import UsageError
 from elastic_train.telemetry import status
 from elastic_train.telemetry.records import RunDirectory
+from elastic_train.telemetry.run_files import read_summary
 from elastic_train.telemetry.status import format_status, live_status, replay, status_from_files
 
 LIVE = {"generation": 0, "epoch": 3, "step": 7, "workers": []}
@@ -151,10 +152,20 @@ def test_no_secret(tmp_path):
         live_status(tmp_path)
 
 
-def test_a_damaged_job_file(tmp_path):
-    (tmp_path / "job.json").write_text("{")
-    with pytest.raises(UsageError, match=r"cannot read .*job\.json"):
+@pytest.mark.parametrize("content", ["{", "[]", "3"])
+def test_a_damaged_job_file(tmp_path, content):
+    (tmp_path / "job.json").write_text(content)
+    with pytest.raises(UsageError, match=r"job\.json.*the file was changed"):
         live_status(tmp_path)
+
+
+def test_a_damaged_summary(tmp_path):
+    fill(tmp_path, "127.0.0.1:1")
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"summary\.json.*the file was changed"):
+        live_status(tmp_path)
+    with pytest.raises(UsageError, match=r"summary\.json.*the file was changed"):
+        read_summary(tmp_path)
 
 
 def event(name: str, slot: int, incarnation: int = 0, **fields: object) -> dict[str, object]:
