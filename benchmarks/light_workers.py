@@ -100,7 +100,7 @@ class Workers:
         link.arrivals = self._arrivals
         link.on_lost = self._lost.append
         started = time.monotonic()
-        link.hello(pid=1, host="simulated", config_digest="", versions="")
+        link.hello(pid=1, host="simulated", versions="")
         self._links[identity.node] = link
         return time.monotonic() - started
 
