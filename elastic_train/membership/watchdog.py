@@ -69,7 +69,7 @@ class Deadlines:
         return max(limits, key=lambda limit: limit.limit_s)
 
     def of(self, sign: Sign, step_time_s: float) -> Limit:
-        """For what a member does. If that is to wait, for how long it may say nothing at all."""
+        """For what a member does by itself; that of a step while it waits for the others."""
         # Only what crosses members is compiled anew with every epoch, and that is nobody's own work.
         of_step = self.of_step(sign.is_new if sign.phase in STEP else sign.is_first_step, step_time_s)
         if sign.phase in STEP or sign.phase in WAITING:
@@ -190,8 +190,10 @@ def judge_members(
 def _stuck(sign: Sign, deadlines: Deadlines, step_time_s: float) -> Stuck | None:
     limit = deadlines.of(sign, step_time_s)
     about = sign.identity, sign.step, sign.phase
-    if sign.silent_s > limit.limit_s:
-        return Stuck(*about, "silent", sign.silent_s, *limit)
+    # Who is silent may be elsewhere by now, so what it did last allows it no more than a step.
+    silent = limit if sign.phase in SAVING else deadlines.of_step(sign.is_first_step, step_time_s)
+    if sign.silent_s > silent.limit_s:
+        return Stuck(*about, "silent", sign.silent_s, *silent)
     if sign.quiet_s > limit.limit_s and not sign.waits:
         return Stuck(*about, "works", sign.quiet_s, *limit)
     return None

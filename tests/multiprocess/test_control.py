@@ -516,6 +516,7 @@ def test_stop_is_asked_for_twice_and_the_end_reaches_everybody(job: Job) -> None
 
     job.answers[r.StopAsked] = stop
     link.finished("stopped", 8, 800, "p", "s", {})
+    job.events.expect(r.Finished(link.identity, "stopped", step=8))  # on another connection than what follows
     with grpc.insecure_channel(job.coordinator.address) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         for _ in range(2):

@@ -131,8 +131,9 @@ def test_slow_steps_have_more_time(scene: Scene) -> None:
     assert "allowed are 80 s (faults.step_timeout_factor)" in scene.told[0].reason
 
 
-def test_a_member_without_reports_is_stuck_whatever_it_did_last(scene: Scene) -> None:
-    wait_for_b(scene, 0.0, "barrier")
+@pytest.mark.parametrize("phase", ["barrier", "hook", "data", "evaluate"])
+def test_a_member_without_reports_is_stuck_whatever_it_did_last(scene: Scene, phase: str) -> None:
+    wait_for_b(scene, 0.0, phase)
     scene.go_on(31.0, A, C)
     assert [unfit.identity for unfit in scene.told] == [B]
     assert scene.notes[0][2]["rule"] == "silent"
