@@ -1,8 +1,9 @@
 """What the death of the coordinator costs: kills it, and says when the next step was committed.
 
-    python benchmarks/coordinator_death.py recipes/digits_mlp.py --kills 2 --run-dir DIR --out FILE.json
+    python benchmarks/coordinator_death.py benchmarks/paced.py --set sample_s=0.01 --run-dir DIR --out FILE.json
 
-Times are seconds from the SIGKILL, on one machine's clock.
+Times are seconds from the SIGKILL, on one machine's clock. `exact` compares with a plain process that takes as many
+steps; use a recipe whose schedule does not depend on how many steps it is to take.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments, options = parser.parse_known_args()
     about = report.about()
-    with running(arguments.recipe, arguments.workers, 1_000_000, arguments.run_dir, options) as job:
+    arguments.run_dir.mkdir(parents=True)
+    with running(arguments.recipe, arguments.workers, 1_000_000, arguments.run_dir / "job", options) as job:
         rows = [kill(job, arguments.settle) for _ in range(arguments.kills)]
         exit_code = job.stop()
     summary = job.summary()
-    alone = plain_run(arguments.recipe, summary["step"], arguments.run_dir.with_name("alone"), options)
+    alone = plain_run(arguments.recipe, summary["step"], arguments.run_dir / "alone", options)
     result = {
         **about,
         "workers": arguments.workers,
