@@ -203,6 +203,7 @@ def run_member(
         state = training.state
         status = "failed" if isinstance(error, UserCodeError) else "gave_up"
         message = str(error) if isinstance(error, NonFiniteError | StatesDifferError) else ""
+        link.resend()  # the job ends with the first report, whoever's it is
         link.finished(status, state.step, state.samples, "", "", {}, message)
         return error.exit_code
     except OwnCodeFails:
