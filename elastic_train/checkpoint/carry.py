@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from elastic_train.checkpoint.manifest import kind_of
 from elastic_train.checkpoint.snapshot import Snapshot, arrays, leaf_kinds, with_values
 from elastic_train.launch import carried
 from elastic_train.state import Device, TrainState
@@ -67,8 +68,7 @@ def take_state(descriptor: int, like: TrainState, device: Device) -> tuple[Train
     try:
         named = {leaf.path: leaf for leaf in arrays(memory, layout)}
         kinds = {
-            path: f"{leaf.random_key or leaf.array.dtype.name}[{', '.join(map(str, leaf.array.shape))}]"
-            for path, leaf in named.items()
+            path: kind_of(leaf.random_key or leaf.array.dtype.name, leaf.array.shape) for path, leaf in named.items()
         }
         if kinds != leaf_kinds(like.arrays):
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,11 @@ MAX_SHOWN = 20
 
 class ManifestError(Exception):
     """A manifest is not what was written, or of a version that is not known. The message says why."""
+
+
+def kind_of(name: str, shape: Iterable[int]) -> str:
+    """What must be the same of a leaf here and there: its dtype, or the name of its random key's, and its shape."""
+    return f"{name}[{', '.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,7 @@ class Leaf:
     @property
     def kind(self) -> str:
         """What must be the same in the model that loads it."""
-        shape = ", ".join(str(size) for size in self.shape)
-        return f"{self.random_key or self.dtype}[{shape}]"
+        return kind_of(self.random_key or self.dtype, self.shape)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  # NumPy learns bfloat16 and the like from it
 import numpy as np
 
+from elastic_train.checkpoint.manifest import kind_of
 from elastic_train.state import PyTree, from_stored, stored, stored_shape
 
 PARTS = ("params", "model_state", "opt_state")
@@ -65,7 +66,7 @@ def leaf_kinds(tree: PyTree) -> dict[str, str]:
     for keys, leaf in named_leaves(tree):
         held = stored_shape(leaf)
         name = random_key_name(leaf) or np.dtype(held.dtype).name
-        kinds["/".join(keys)] = f"{name}[{', '.join(map(str, held.shape))}]"
+        kinds["/".join(keys)] = kind_of(name, held.shape)
     return kinds
 
 

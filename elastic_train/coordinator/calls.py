@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +10,7 @@ import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError, UsageError
-from elastic_train.telemetry.run_files import read_config, require_run_directory
+from elastic_train.telemetry.run_files import read_config, read_object, read_secret, require_run_directory
 
 CALL_LIMIT_S = 10.0
 """The coordinator's answer to a call that only gives an order."""
@@ -63,10 +62,10 @@ def _call(run_dir: Path, limit_s: float, call: Callable[..., Reply]) -> Reply:
     """Raises UsageError if no job runs in `run_dir`, and ElasticTrainError if it does not answer in time."""
     require_run_directory(run_dir)
     try:
-        job = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
+        job = read_object(run_dir / "job.json")
         address = job.get("address")
-        secret = (run_dir / "secret").read_text(encoding="utf-8").strip() if address else ""
-    except (OSError, ValueError, AttributeError) as error:  # the last one: it is JSON, but no object
+        secret = read_secret(run_dir) if address else ""
+    except (OSError, ValueError, UsageError) as error:
         raise UsageError(f"cannot read what leads to the job in {run_dir}: {error}") from error
     if not address:
         raise UsageError(f"the run in {run_dir} is one plain process; send it SIGTERM to stop it")

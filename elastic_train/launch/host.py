@@ -23,6 +23,7 @@ from elastic_train.launch.processes import KILL_LIMIT_S
 from elastic_train.launch.relay import split_address
 from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
 from elastic_train.membership.group import Identity
+from elastic_train.telemetry.run_files import read_secret
 
 END_LIMIT_S = KILL_LIMIT_S + 10.0
 """How long an agent may take to end all its workers."""
@@ -207,7 +208,7 @@ def find_secret(run_dir: Path, environ: Mapping[str, str]) -> str:
     if secret := secret_of(environ):
         return secret
     try:
-        return (run_dir / "secret").read_text(encoding="utf-8").strip()
+        return read_secret(run_dir)
     except OSError as error:
         raise UsageError(
             f"no secret for the coordinator: {SECRET_VARIABLE} is not set and {run_dir / 'secret'} cannot be "

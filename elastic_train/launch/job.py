@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 import signal
@@ -19,7 +18,7 @@ from elastic_train.chaos.conductor import Conductor
 from elastic_train.chaos.schedule import Planned, Schedule, read_schedule, resolve
 from elastic_train.config import shards_note
 from elastic_train.coordinator.security import check_coordinator, why_jax_cannot
-from elastic_train.errors import GaveUpError, InterruptedByUser
+from elastic_train.errors import GaveUpError, InterruptedByUser, UsageError
 from elastic_train.launch.agent import Agent
 from elastic_train.launch.check import Checked, CheckRequest, check
 from elastic_train.launch.coordinator_process import CoordinatorProcess, Task
@@ -32,6 +31,7 @@ from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import prepare_run_directory
+from elastic_train.telemetry.run_files import read_object, read_secret
 
 END_NEWS_LIMIT_S = 10.0
 """How long the coordinator may take to tell of the job's end after it has told the agent."""
@@ -72,7 +72,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         resume = checked.resume
         continues = not with_agent and _is_broken_off(run_dir, before, checked)
         if continues:
-            secret = (run_dir / "secret").read_text(encoding="utf-8")
+            secret = read_secret(run_dir)
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP))
         display = Display(sys.stderr, workers, checked.steps, first_step=resume.step if resume else 0)
         display.start()
@@ -183,10 +183,9 @@ def _check_before(
 def _read_job(run_dir: Path) -> dict[str, Any]:
     """The run's job.json; empty if there is none that can be read."""
     try:
-        job = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(run_dir / "job.json")
+    except (OSError, UsageError):
         return {}
-    return job if isinstance(job, dict) else {}
 
 
 def _resized(before: Mapping[str, Any], given: int | None, workers: int) -> int:

@@ -20,18 +20,28 @@ def require_run_directory(path: Path) -> None:
         )
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that is the whole of a file. Raises OSError, and UsageError if it holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"cannot read {path}: not JSON: {error}; the file was changed") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"cannot read {path}: no JSON object; the file was changed")
+    return found
+
+
+def read_secret(run_dir: Path) -> str:
+    """What a caller of the job's coordinator must know. Raises OSError."""
+    return (run_dir / "secret").read_text(encoding="utf-8").strip()
+
+
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """The content of summary.json; empty while the job runs. Raises UsageError if it is no JSON."""
-    path = run_dir / "summary.json"
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(run_dir / "summary.json")
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UsageError(f"{path}: not JSON: {error}; the file was changed") from error
-    if not isinstance(summary, dict):
-        raise UsageError(f"{path}: no JSON object; the file was changed")
-    return summary
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.json_files import read_lines
 from elastic_train.telemetry.records import is_written
-from elastic_train.telemetry.run_files import require_run_directory
+from elastic_train.telemetry.run_files import read_object, read_secret, require_run_directory
 
 DEADLINE_S = 3.0
 """How long the coordinator may take to answer."""
@@ -35,7 +35,7 @@ def live_status(run_dir: Path) -> dict[str, Any]:
     if (run_dir / "summary.json").exists() or not job.get("address"):
         return status_from_files(run_dir, is_alive=not job.get("address") and is_written(run_dir))
     try:
-        secret = (run_dir / "secret").read_text(encoding="utf-8").strip()
+        secret = read_secret(run_dir)
     except OSError as error:
         raise UsageError(
             f"cannot read {run_dir / 'secret'}: {error.strerror}; only the user who started the job may ask"
@@ -81,8 +81,8 @@ def _end(run_dir: Path) -> str:
     if not path.exists():
         return "broken_off"
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return str(read_object(path)["status"])
+    except (OSError, KeyError) as error:
         raise UsageError(f"cannot read {path}: {error!r}; the file was changed") from error
 
 
@@ -173,9 +173,6 @@ def _read_job(run_dir: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        job = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_object(path)
+    except OSError as error:
         raise UsageError(f"cannot read {path}: {error}; the file was changed") from error
-    if not isinstance(job, dict):
-        raise UsageError(f"{path} holds no JSON object; the file was changed")
-    return job
