@@ -109,7 +109,10 @@ class LocalProgram:
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
         self._shard = self._aot(self._flat_sums, (), *arrays.values(), *example, number, number, marks)
         self._add = self._aot(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (), flats, flats)
-        self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats, *self._scale(1))
+        # Each worker compiles and applies the update by itself, and all must come to the same bits. On a GPU, autotuning
+        # may choose another kernel in each process, which adds up a norm, say, in another order.
+        same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
+        self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats, *self._scale(1), options=same)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
@@ -123,10 +126,13 @@ class LocalProgram:
             self.eval_names = sorted(jax.eval_shape(self._eval_sums, *inputs))
             self._evaluate = self._aot(self._eval_sums, (), *inputs)
 
-    def _aot(self, function: Any, donate: tuple[int, ...], *args: Any) -> Any:
+    def _aot(
+        self, function: Any, donate: tuple[int, ...], *args: Any, options: Mapping[str, bool] | None = None
+    ) -> Any:
         where = jax.sharding.SingleDeviceSharding(self._device)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
-        return jax.jit(function, donate_argnums=donate, out_shardings=where).lower(*shapes).compile()
+        lowered = jax.jit(function, donate_argnums=donate, out_shardings=where).lower(*shapes)
+        return lowered.compile(compiler_options=dict(options or {}) or None)
 
     def give_initial(self) -> TrainState:
         """The state that the seed gives, once. Shapes are what is left here: a worker that begins with another state
