@@ -165,23 +165,26 @@ def make_group(way: str, me: Any, devices: dict[int, Any], recipe: Any) -> Any:
     class Voteless(Exchange):
         """The same sums, and no control vectors: everybody is taken to have voted what this member has."""
 
-        def __init__(self, meeting: Any, plan: Any, specs: Any, checks: Any) -> None:
-            self._meeting, self._plan, self._specs = meeting, plan, specs
-            self._program = meeting.program(self._sums, (specs,) * plan.slots_per_member)
+        def __init__(self, meeting: Any, plan: Any, layout: Any) -> None:
+            self._meeting, self._plan, self._layout = meeting, plan, layout
+            self._program = meeting.program(self._sums, (layout.leaves,) * plan.slots_per_member)
 
         def __call__(self, partials: Any, vote: Any, marks: Any) -> Any:
             padded = tuple(partials) + (partials[0],) * (self._plan.slots_per_member - len(partials))
-            total = jax_block(self._program(self._meeting.mine_of_all(padded)))
-            return self._meeting.local(total), [vote] * self._meeting.size
+            return self._meeting.local(self._program(self._meeting.mine_of_all(padded))), vote
+
+        def wait(self, vote: Any) -> Any:
+            return [vote] * self._meeting.size
 
         def _sums(self, partials: Any) -> Any:
-            return tuple(self._sum([flats[i] for flats in partials]) for i in range(len(self._specs)))
+            vectors = [self._layout.join(leaves) for leaves in partials]
+            return tuple(self._sum(list(group))[0] for group in zip(*vectors, strict=True))
 
     class VotelessGroup(Group):
         @property
         def exchange(self) -> Exchange:
             if self._voteless is None:
-                self._voteless = Voteless(self.meeting, self.plan, self._specs, self._checks)
+                self._voteless = Voteless(self.meeting, self.plan, self._layout)
             return self._voteless
 
         _voteless: Exchange | None = None
@@ -190,8 +193,7 @@ def make_group(way: str, me: Any, devices: dict[int, Any], recipe: Any) -> Any:
     return (VotelessGroup if way == "no_votes" else Group)(
         me,
         devices,
-        local.specs,
-        local.checks,
+        local.layout,
         recipe.batches.num_shards,
         News(),
         recipe.config.faults,

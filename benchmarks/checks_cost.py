@@ -37,7 +37,6 @@ def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
     from elastic_train.config_files import resolve
     from elastic_train.launch.recipe import config_class_of, load_recipe
     from elastic_train.recipe import Recipe
-    from elastic_train.step.flat import is_finite
 
     trainer = load_recipe(recipe_name)
     config = resolve(config_class_of(trainer), None, overrides, {})
@@ -46,15 +45,14 @@ def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
     local = recipe.local
     state = local.initial
     batch = local.put(*recipe.read(0, 0))
-    flattener = local._flattener
-    unchecked = jax.jit(lambda *inputs: flattener.flatten(local._sums(*inputs)))
+    unchecked = jax.jit(lambda *inputs: tuple(leaf[None] for leaf in jax.tree.leaves(local._sums(*inputs))))
 
     def shard_unchecked() -> Any:  # as `shard_sums` does it
         numbers = jax.device_put((np.uint32(0), np.uint32(0)), device)
         return unchecked(*state.arrays.values(), *batch, *numbers)
 
     total = shard_unchecked()
-    check_sum = jax.jit(lambda flats: is_finite(flats, local.checks))
+    check_sum = jax.jit(local.layout.is_finite)
     marks = local.marks(state, checked=False)
     programs: dict[str, Callable[[], Any]] = {
         "shard_unchecked": shard_unchecked,

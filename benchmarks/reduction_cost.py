@@ -72,7 +72,7 @@ def measure(rank: int, members: int, port: int, megabytes: list[int]) -> None:
     import jax.numpy as jnp
 
     from elastic_train.membership.group import VOTE_SIZE
-    from elastic_train.step.flat import Checks
+    from elastic_train.step.flat import Layout
     from elastic_train.step.plan import finish, partials, run_of
     from elastic_train.step.reduce import AXIS, Exchange, Meeting
 
@@ -85,14 +85,16 @@ def measure(rank: int, members: int, port: int, megabytes: list[int]) -> None:
         spec = (jax.ShapeDtypeStruct((1, size), jnp.float32),)
         value = jax.device_put(jnp.full((1, size), rank + 1.0), mine)
         marks = jax.device_put(jnp.zeros((1, 4), jnp.int32), mine)
-        checks = Checks((((0, size),),))
+        layout = Layout(spec, [True])
         psum = meeting.program(lambda x: jax.lax.psum(x[0], AXIS), spec[0])
         programs = {"psum": lambda: jax.block_until_ready(psum(meeting.mine_of_all(value)))}  # noqa: B023
         for shards in sorted({members, max(members, 8)}):
-            exchange = Exchange(meeting, finish(shards, members), spec, checks)
+            exchange = Exchange(meeting, finish(shards, members), layout)
             run_ = run_of(shards, members, rank)
             held = [(value,)] * len(partials(run_.start, run_.stop, shards))
-            programs[f"tree_{shards}_shards"] = lambda e=exchange, h=held, m=marks: e(h, [0] * VOTE_SIZE, m)
+            programs[f"tree_{shards}_shards"] = lambda e=exchange, h=held, m=marks: jax.block_until_ready(
+                e(h, [0] * VOTE_SIZE, m)
+            )
         times: dict[str, list[float]] = {name: [] for name in programs}
         for number in range(ROUNDS + 5):
             for name, program in programs.items():

@@ -8,7 +8,8 @@ All train the same model on the same samples, and all are there at the same time
 - plain, plain_late: a `jit` data-parallel loop in multi-controller JAX, donated, without fault tolerance. The faster of
   the two is what the others are compared with. See `loops.py`.
 - seed: the loop of JAX's guide: the whole step in `live_devices`, with nothing donated.
-- ours-V: a job of `elastic-train run` with V shards; its `step_time_s`.
+- ours-V: a job of `elastic-train run` with V shards; its `step_time_s`. With `--ours-with` there are more of them,
+  each with one setting of its own.
 
 With `--apart` each variant runs alone, one after the other, for models of which a device holds only one; then memory
 is taken in advance as JAX does by default, and peaks are comparable all the same, since they count what is in use.
@@ -57,6 +58,9 @@ def main() -> None:
     )
     parser.add_argument("--shards", type=int, nargs="+", help="by default as many as workers")
     parser.add_argument("--variants", nargs="+", default=["plain", "seed", "ours"], choices=["plain", "seed", "ours"])
+    parser.add_argument(
+        "--ours-with", nargs="+", default=[], metavar="KEY=VALUE", help="each setting is one more variant of ours"
+    )
     parser.add_argument("--block", type=int, default=20, help="steps in one turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each variant, after one to warm up")
     parser.add_argument("--apart", action="store_true", help="each variant alone, one after the other")
@@ -129,15 +133,15 @@ class Loops:
 class Job:
     """A job of `elastic-train run`."""
 
-    def __init__(self, arguments: argparse.Namespace, shards: int) -> None:
-        self._arguments, self._shards = arguments, shards
-        self.names = (f"ours-{shards}",)
+    def __init__(self, arguments: argparse.Namespace, shards: int, *settings: str) -> None:
+        self._arguments, self._settings = arguments, [f"shards={shards}", *settings]
+        self.names = ("-".join(["ours", str(shards), *settings]),)
 
     def start(self, stack: ExitStack, directory: Path, environ: dict[str, str]) -> None:
         given = self._arguments
         told = {"NAME": self.names[0], "BLOCK": given.block, "RECIPE": given.recipe, "DIR": directory}
         options = ["--config", str(given.config)] if given.config else []
-        options += ["--set", *given.set, f"shards={self._shards}"]
+        options += ["--set", *given.set, *self._settings]
         self._job = stack.enter_context(
             running(
                 HERE / "in_turns.py",
@@ -174,6 +178,7 @@ def planned(arguments: argparse.Namespace) -> list[Training]:
         trainings.append(Loops(arguments, ("seed",)))
     if "ours" in arguments.variants:
         trainings += [Job(arguments, shards) for shards in arguments.shards]
+        trainings += [Job(arguments, arguments.shards[0], setting) for setting in arguments.ours_with]
     return trainings
 
 

@@ -167,7 +167,7 @@ def prepare_member(
     num_shards = recipe.batches.num_shards
     local = recipe.local
     faults = trainer.config.faults
-    group = Group(me, devices, local.specs, local.checks, num_shards, link, faults, sockets, trace=trace)
+    group = Group(me, devices, local.layout, num_shards, link, faults, sockets, trace=trace)
     # Tracing collectives for the first time is slow. Nothing is sent, so any second node will do.
     others = [node for node in devices if node != me.node]
     second = (Identity(me.slot + 1, 0, max(others)),) if others and num_shards(2) > 1 else ()

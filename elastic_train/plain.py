@@ -124,8 +124,7 @@ def fit_alone(trainer: Trainer, outside: Nobody | None = None, checkpoints: str 
         group = Group(
             ME,
             {ME.node: device},
-            recipe.local.specs,
-            recipe.local.checks,
+            recipe.local.layout,
             recipe.batches.num_shards,
             outside,
             trainer.config.faults,

@@ -47,6 +47,8 @@ class Recipe:
         batch, _ = self.read(0, 0)
         eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
         self.local = LocalProgram(trainer, device, batch, eval_batch)
+        if device.platform != "cpu":
+            self.local.rehearse(self.local.put(*self.read(0, 0)))
         self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None
         self.healer = Healer(self.local.initial.arrays, device)
         self.schema = _schema(self.local.initial, config)

@@ -75,9 +75,12 @@ def install(to: Interference, trainer: Trainer | None = None) -> None:
 
     def exchange(original: Any, exchange: Exchange, *args: Any) -> Any:
         to.at("exchange")
-        result = original(exchange, *args)
+        return original(exchange, *args)
+
+    def wait(original: Any, exchange: Exchange, votes: Any) -> Any:
+        rows = original(exchange, votes)
         to.at("barrier")
-        return result
+        return rows
 
     def heal(original: Any, healer: Healer, spread: Any, state: PyTree, donors: Any, rank: int, receives: bool) -> Any:
         to.at("heal", "joiner" if receives else "donor" if rank in donors else "")
@@ -99,6 +102,7 @@ def install(to: Interference, trainer: Trainer | None = None) -> None:
     wrap(Group, "prepare", prepare)
     wrap(Gather, "__call__", gather)
     wrap(Exchange, "__call__", exchange)
+    wrap(Exchange, "wait", wait)
     wrap(Healer, "run", heal)
     wrap(Prefetcher, "get", get)
     wrap(LocalProgram, "shard_sums", shard_sums)

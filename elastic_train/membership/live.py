@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, Protocol
 
-import jax
 import numpy as np
 
 from elastic_train.config import FaultConfig
@@ -32,7 +31,7 @@ from elastic_train.membership.group import (
 )
 from elastic_train.membership.programs import WIDTH, Compiled, Programs
 from elastic_train.state import Device
-from elastic_train.step.flat import Checks
+from elastic_train.step.flat import Layout
 from elastic_train.step.reduce import Exchange, Gather, Spread
 
 SETTLED_STEPS = 10
@@ -101,8 +100,7 @@ class Group:
     Args:
       me: this worker's identity.
       devices: one device per node id.
-      specs: shapes of one partial sum, for the exchange program.
-      checks: which of its entries must be finite.
+      layout: of one partial sum, for the exchange program.
       num_shards: V for a number of members.
       news: what the coordinator tells.
       faults: time limits.
@@ -115,8 +113,7 @@ class Group:
         self,
         me: Identity,
         devices: Mapping[int, Device],
-        specs: tuple[jax.ShapeDtypeStruct, ...],
-        checks: Checks,
+        layout: Layout,
         num_shards: Callable[[int], int],
         news: News,
         faults: FaultConfig,
@@ -126,7 +123,7 @@ class Group:
     ) -> None:
         self.me = me
         self.view = View(0, ())
-        self._devices, self._specs, self._checks, self._num_shards = devices, specs, checks, num_shards
+        self._devices, self._layout, self._num_shards = devices, layout, num_shards
         self._max_skips = faults.max_skipped_steps if faults.nonfinite == "skip" else 0
         self._news, self._faults, self._sockets, self._make_block = news, faults, sockets, make_block
         self._trace = trace or Untraced()
@@ -168,7 +165,7 @@ class Group:
 
     def _programs_of(self, nodes: Sequence[int]) -> Programs:
         devices, mine = [self._devices[node] for node in nodes], self._devices[self.me.node]
-        return Programs(devices, mine, self._num_shards(len(devices)), self._specs, self._checks)
+        return Programs(devices, mine, self._num_shards(len(devices)), self._layout)
 
     def gather_of(self, width: int) -> Gather:
         """The gather of rows of this width; compiled once in an epoch."""
@@ -222,8 +219,8 @@ class Group:
         """Runs `body` in a block with all members.
 
         Args:
-          body: returns (result, rows); each row begins with a member's control vector. It must block until
-            what it computes is ready, and must not raise for reasons of the user's code (vote instead).
+          body: returns (result, rows); each row begins with a member's control vector. It must block until the rows
+            are there, and must not raise for reasons of the user's code (vote instead).
           step: the step that is committed if the verdict is so; None if the block is for something else.
 
         Returns:

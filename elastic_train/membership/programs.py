@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import TypeVar
 
-import jax
-
 from elastic_train.membership.group import VOTE_SIZE
 from elastic_train.membership.reconcile import STANDING_SIZE
 from elastic_train.state import Device
-from elastic_train.step.flat import Checks
+from elastic_train.step.flat import Layout
 from elastic_train.step.plan import finish
 from elastic_train.step.reduce import Exchange, Gather, Meeting, Spread
 
@@ -27,8 +25,7 @@ class Programs:
       devices: one device per member, in the view's order.
       mine: this worker's device.
       num_shards: V for this number of members.
-      specs: shapes of one partial sum.
-      checks: which of its entries must be finite.
+      layout: of one partial sum.
     """
 
     def __init__(
@@ -36,12 +33,11 @@ class Programs:
         devices: Sequence[Device],
         mine: Device,
         num_shards: int,
-        specs: tuple[jax.ShapeDtypeStruct, ...],
-        checks: Checks,
+        layout: Layout,
     ) -> None:
         self.plan = finish(num_shards, len(devices))
         self.meeting = Meeting(devices, mine)
-        self._make_exchange: Callable[[], Exchange] = lambda: Exchange(self.meeting, self.plan, specs, checks)
+        self._make_exchange: Callable[[], Exchange] = lambda: Exchange(self.meeting, self.plan, layout)
         self._exchange: Future[Exchange] | None = None
         self._spread: Future[Spread] | None = None
         self._gathers: dict[int, Gather] = {}

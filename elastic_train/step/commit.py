@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from elastic_train.data.prefetch import Shard
 from elastic_train.membership.group import Agreed, Commit, Retry, Shrink, Vote
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
-from elastic_train.step.flat import Flats
+from elastic_train.step.flat import Sums, Vectors
 from elastic_train.step.kept import Kept
 from elastic_train.step.local import LocalProgram, Marks
 from elastic_train.step.plan import Node, fold, partials, run_of
@@ -55,6 +55,22 @@ class Outcome:
     num_reused: int
 
 
+class _Queued(NamedTuple):
+    """What follows from a step's partial sums, none of which need be there yet.
+
+    Attributes:
+      total: the sum over all shards.
+      votes: int32[members, VOTE_SIZE].
+      means: the step's metrics, float32[] each.
+      after: the state after the step; None if it takes the place of the one before, which it may not do yet.
+    """
+
+    total: Vectors
+    votes: jax.Array
+    means: dict[str, jax.Array]
+    after: TrainState | None
+
+
 class Stepper:
     """Tries steps. Between two attempts it holds nothing but partial sums, and these only if members are gone.
 
@@ -88,9 +104,9 @@ class Stepper:
         """Tries the step that follows `state`, once. In this order:
 
         1. local gradients; a worker whose own code raised takes part all the same, with zeros and a vote against
-        2. the exchange, which blocks until ready
-        3. the exit barrier of `live_devices`
-        4. after a commit, and only then, the update, because it donates the old state
+        2. the exchange, and behind it the update, if there is room for its result; both are queued at once
+        3. when gradients and exchange are there, the exit barrier of `live_devices`
+        4. after a commit, and only then, the new state counts. If it takes the old one's place, it is computed now
 
         Args:
           state: the newest committed state.
@@ -98,71 +114,103 @@ class Stepper:
           failure: traceback of what this worker's code raised since the last commit (in a hook), if it did.
         """
         raised = [failure] if failure else []
+        size = self._batches.size(self._group.plan.num_members)
 
-        def body() -> tuple[Flats, np.ndarray]:
-            marks = self._local.marks(state, vote.checked)
-            sums, marks = self._partial_sums(state, marks, raised)
-            exchange = self._group.exchange
+        def body() -> tuple[_Queued, np.ndarray]:
+            initial = self._local.marks(state, vote.checked)
+            sums, marks, finish = self._partial_sums(state, initial, raised)
+            try:
+                queued = self._queue(state, sums, marks, replace(vote, ok=False) if raised else vote, size)
+            except Exception:
+                if finish():
+                    raise  # the sums are there, so it is the exchange
+                queued = None
+            if queued is None or not finish():
+                # What was queued has nothing to work with, so it sends nothing. The others wait for this instead.
+                queued = self._queue(state, [self._local.zeros()], initial, replace(vote, ok=False), size)
             self._phase("exchange")
-            said = replace(vote, ok=False) if raised else vote
-            return exchange(sums, said.pack(), marks)
+            return queued, self._group.exchange.wait(queued.votes)
 
         self._num_reused = 0
-        verdict, total = self._group.attempt(body, step=state.step + 1)
+        verdict, queued = self._group.attempt(body, step=state.step + 1)
         if not isinstance(verdict, Shrink):
             self._kept.drop()  # before the update, which needs the memory
         values: dict[str, jax.Array] = {}
+        if isinstance(verdict, Commit) or (isinstance(verdict, Retry) and verdict.nonfinite is not None):
+            values = queued.means
         if isinstance(verdict, Commit):
             self._phase("update")
             self._before_update()
-            size = self._batches.size(self._group.plan.num_members)
-            if verdict.skipped is None:
-                state, values = self._local.update(state, total, size)
+            if verdict.skipped is not None:
+                state = _moved_on(state, size)
             else:
-                state, values = _moved_on(state, size), self._local.means(total)
-        elif isinstance(verdict, Retry) and verdict.nonfinite is not None:
-            values = self._local.means(total)
+                state = queued.after or self._local.update(state, queued.total, size)
         metrics = {name: float(value) for name, value in jax.device_get(values).items()}
         return Outcome(verdict, state, metrics, raised[0] if raised else "", self._num_reused)
 
-    def _partial_sums(self, state: TrainState, marks: Marks, raised: list[str]) -> tuple[list[Flats], Marks]:
+    def _queue(self, state: TrainState, sums: Sequence[Sums], marks: Marks, vote: Vote, size: int) -> _Queued:
+        """Queues the exchange on the device, behind what computes the sums, and all that follows from it and can be
+        thrown away. Waits for nothing: so the device has something to do while the host finds out what counts."""
+        exchange = self._group.exchange
+        total, votes = exchange(sums, vote.pack(), marks)
+        means = self._local.means(total)
+        after = None if self._local.donates else self._local.update(state, total, size)
+        for value in means.values():
+            value.copy_to_host_async()
+        return _Queued(total, votes, means, after)
+
+    def _partial_sums(
+        self, state: TrainState, marks: Marks, raised: list[str]
+    ) -> tuple[list[Sums], Marks, Callable[[], bool]]:
+        """This member's partial sums, which need not be there yet, and their marks. The function waits for them, and
+        gives False if that fails. Adds to `raised` what the user's code raises."""
         began = time.monotonic()
         self._phase("data")
         if raised:
-            return [self._local.zeros()], marks
+            return [self._local.zeros()], marks, lambda: True
         plan = self._group.plan
         run = run_of(plan.num_shards, plan.num_members, self._group.rank)
         nodes = partials(run.start, run.stop, plan.num_shards)
         found, missing = self._kept.take(state, nodes)
-        keeps_shards = self._kept.has_room(len(run), self._local.specs)
+        keeps_shards = self._kept.has_room(len(run), self._local.layout)
         newest = [marks]
 
-        def shard_sums(shard: int) -> Flats:
+        def shard_sums(shard: int) -> Sums:
             sums, newest[0] = self._shard(state, shard, newest[0])
             if keeps_shards:
                 found[Node(shard, shard + 1)] = sums
             return sums
 
-        try:
-            self._data.expect(state, missing, run, self._batches.size(plan.num_members))
-            sums = [fold(node, shard_sums, self._local.add, found) for node in nodes]
-            # What fails on the device, callbacks into the user's code included, must show here: inside the
-            # exchange it could not be voted on.
-            # And whoever says that it waits for the others has done its part, an endless kernel included.
+        def failed(error: BaseException) -> None:
+            error.add_note(f"in step {state.step + 1}")
+            raised.append(traceback.format_exc())
+
+        def finish() -> bool:
+            # What fails on the device, callbacks into the user's code included, must show here: in the exchange it
+            # could not be voted on. And whoever says that it waits for the others has done its part, an endless
+            # kernel included.
             self._phase("compute")
-            jax.block_until_ready((sums, newest[0]))
+            try:
+                jax.block_until_ready((sums, newest[0]))
+            except Exception as error:
+                failed(error)
+                return False
             if missing:
                 self._worked(time.monotonic() - began, len(missing))
             self._num_reused = len(run) - len(missing)
             parts = dict(zip(nodes, sums, strict=True))
             self._kept.keep(state, {**found, **parts} if keeps_shards else parts, newest[0])
-            return sums, newest[0]
-        except (Exception, SystemExit) as error:
-            error.add_note(f"in step {state.step + 1}")
-            raised.append(traceback.format_exc())
-            return [self._local.zeros()], marks
+            return True
 
-    def _shard(self, state: TrainState, shard: int, marks: Marks) -> tuple[Flats, Marks]:
+        try:
+            self._data.expect(state, missing, run, self._batches.size(plan.num_members))
+            sums = [fold(node, shard_sums, self._local.add, found) for node in nodes]
+        except (Exception, SystemExit) as error:
+            failed(error)
+            return [self._local.zeros()], marks, lambda: True
+        return sums, newest[0], finish
+
+    def _shard(self, state: TrainState, shard: int, marks: Marks) -> tuple[Sums, Marks]:
         self._phase("data")
         samples = self._data.read(state.samples, shard)
         self._phase("compute")

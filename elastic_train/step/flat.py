@@ -1,97 +1,136 @@
-"""A tree of arrays as a few flat vectors, one per dtype, and back. What members exchange is flat."""
+"""Partial sums as tuples of leaves, and as a few long vectors, one per dtype. What members exchange is vectors.
+
+A worker's own sums stay leaves: as outputs of its programs they cost neither a copy nor memory. The exchange strings
+them together.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 PyTree = Any
-Flats = tuple[jax.Array, ...]
-"""One array[1, size] per dtype. The leading axis is the members' axis in the exchange."""
+Sums = tuple[jax.Array, ...]
+"""Leaves, each array[1, ...]. The leading axis is the members' axis in the exchange."""
+
+Vectors = tuple[jax.Array, ...]
+"""One array[1, size] per dtype."""
+
+Spec = jax.ShapeDtypeStruct
+
+DIVISOR = 6720
+"""Vectors are padded to a multiple of it, so that they can be cut into equal parts for 1 to 8 members, and for most
+numbers up to 64, without being copied once more."""
+
+WORTHWHILE = 100 * DIVISOR
+"""Shorter vectors are not padded."""
 
 
-class Checks(NamedTuple):
-    """What must hold of a sum before it may be used.
+def add(left: jax.Array, right: jax.Array) -> jax.Array:
+    """One addition of the canonical tree; traceable.
 
-    Attributes:
-      spans: for each vector, the ranges (start, stop) that must be finite.
-      weight: vector and position of what gradients are divided by, which must not be zero; None if that is nowhere.
+    Of two numbers of 16 bits the sum is rounded to 16 bits at once. Left to itself XLA may keep more of them within a
+    fused program, so that the result would depend on who adds what.
     """
-
-    spans: tuple[tuple[tuple[int, int], ...], ...] = ()
-    weight: tuple[int, int] | None = None
-
-    def has_weight(self, flats: Flats) -> jax.Array:
-        """bool[]; traceable."""
-        return jnp.bool_(True) if self.weight is None else flats[self.weight[0]][0, self.weight[1]] != 0
-
-
-def is_finite(flats: Flats, checks: Checks) -> jax.Array:
-    """Whether everything in the spans is, as bool[]; traceable."""
-    fine = jnp.bool_(True)
-    for flat, spans in zip(flats, checks.spans, strict=False):
-        for start, stop in spans:
-            fine = fine & jnp.all(jnp.isfinite(jax.lax.slice(flat, (0, start), (1, stop))))
-    return fine
+    dtype = left.dtype
+    if dtype.itemsize != 2 or not jnp.issubdtype(dtype, jnp.floating):
+        return left + right
+    about = jnp.finfo(dtype)
+    total = left.astype(jnp.float32) + right.astype(jnp.float32)
+    return jax.lax.reduce_precision(total, about.nexp, about.nmant).astype(dtype)
 
 
-class Flattener:
-    """Fixed once for a tree structure; both directions are traceable.
+class Layout:
+    """How partial sums lie in vectors, and what must hold of them.
 
     Args:
-      example: tree of arrays or `jax.ShapeDtypeStruct`.
+      leaves: shapes of the leaves, each [1, ...].
+      checked: for each leaf, whether it must be finite. Integers always are.
+      weight: number of the leaf that everything is divided by, a scalar that must not be zero; None if there is none.
+
+    Attributes:
+      leaves: as given.
+      vectors: shapes of the vectors.
     """
 
-    def __init__(self, example: PyTree) -> None:
-        self._leaves, self._treedef = jax.tree.flatten(example)
-        dtypes = sorted({str(leaf.dtype) for leaf in self._leaves})
-        self._groups = [[i for i, leaf in enumerate(self._leaves) if str(leaf.dtype) == name] for name in dtypes]
-        self.specs = tuple(
-            jax.ShapeDtypeStruct((1, sum(math.prod(self._leaves[i].shape) for i in group)), jnp.dtype(name))
-            for name, group in zip(dtypes, self._groups, strict=True)
+    def __init__(
+        self, leaves: Sequence[Spec], checked: Sequence[bool] | None = None, weight: int | None = None
+    ) -> None:
+        self.leaves = tuple(leaves)
+        self._weight = weight
+        self._checked = [
+            chosen and jnp.issubdtype(leaf.dtype, jnp.inexact)
+            for leaf, chosen in zip(leaves, checked or [False] * len(leaves), strict=True)
+        ]
+        dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+        # What is checked comes first, so that one number says where it ends.
+        self._groups = [
+            sorted((i for i, leaf in enumerate(leaves) if str(leaf.dtype) == name), key=lambda i: not self._checked[i])
+            for name in dtypes
+        ]
+        sizes = [sum(math.prod(leaves[i].shape) for i in group) for group in self._groups]
+        self._num_checked = [
+            sum(math.prod(leaves[i].shape) for i in group if self._checked[i]) for group in self._groups
+        ]
+        self._padding = [-size % DIVISOR if size >= WORTHWHILE else 0 for size in sizes]
+        self.vectors = tuple(
+            Spec((1, size + padding), jnp.dtype(name))
+            for name, size, padding in zip(dtypes, sizes, self._padding, strict=True)
         )
 
-    def checks(self, chosen: PyTree, weight: PyTree) -> Checks:
-        """Checks of the leaves that `chosen` says True for, and of the one that `weight` does.
+    @property
+    def num_bytes(self) -> int:
+        """Of all leaves."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
-        Both have the example's structure. Leaves that are no floating-point numbers are always finite.
-        """
-        chosen, weight = self._treedef.flatten_up_to(chosen), self._treedef.flatten_up_to(weight)
-        spans: list[tuple[tuple[int, int], ...]] = []
-        place = None
-        for number, (group, spec) in enumerate(zip(self._groups, self.specs, strict=True)):
-            found: list[tuple[int, int]] = []
-            start = 0
+    def join(self, leaves: Sums) -> Vectors:
+        """Traceable."""
+        found = []
+        for group, padding, spec in zip(self._groups, self._padding, self.vectors, strict=True):
+            parts = [leaves[i].reshape(-1) for i in group]
+            found.append(jnp.concatenate([*parts, jnp.zeros(padding, spec.dtype)] if padding else parts)[None])
+        return tuple(found)
+
+    def split(self, vectors: Vectors) -> Sums:
+        """Traceable. The leaves lack the leading axis."""
+        leaves: list[Any] = [None] * len(self.leaves)
+        for group, vector in zip(self._groups, vectors, strict=True):
+            start, flat = 0, vector.reshape(-1)
             for i in group:
-                stop = start + math.prod(self._leaves[i].shape)
-                if weight[i]:
-                    place = (number, start)
-                if chosen[i] and stop > start and jnp.issubdtype(spec.dtype, jnp.inexact):
-                    if found and found[-1][1] == start:
-                        found[-1] = (found[-1][0], stop)
-                    else:
-                        found.append((start, stop))
-                start = stop
-            spans.append(tuple(found))
-        return Checks(tuple(spans), place)
-
-    def flatten(self, tree: PyTree) -> Flats:
-        leaves = self._treedef.flatten_up_to(tree)
-        return tuple(
-            jnp.concatenate([leaves[i].astype(spec.dtype).reshape(-1) for i in group])[None]
-            for group, spec in zip(self._groups, self.specs, strict=True)
-        )
-
-    def unflatten(self, flats: Flats) -> PyTree:
-        leaves: list[Any] = [None] * len(self._leaves)
-        for group, flat in zip(self._groups, flats, strict=True):
-            vector, start = flat.reshape(-1), 0
-            for i in group:
-                shape = self._leaves[i].shape
+                shape = self.leaves[i].shape[1:]
                 size = math.prod(shape)
-                leaves[i] = jax.lax.slice(vector, (start,), (start + size,)).reshape(shape)
+                leaves[i] = jax.lax.slice(flat, (start,), (start + size,)).reshape(shape)
                 start += size
-        return jax.tree.unflatten(self._treedef, leaves)
+        return tuple(leaves)
+
+    def is_finite(self, leaves: Sums) -> jax.Array:
+        """Whether everything that must be is finite, as bool[]; traceable."""
+        fine = jnp.bool_(True)
+        for leaf, chosen in zip(leaves, self._checked, strict=True):
+            if chosen:
+                fine = fine & jnp.all(jnp.isfinite(leaf))
+        return fine
+
+    def part_is_finite(self, parts: Sequence[jax.Array], part: jax.Array | int, num_parts: int) -> jax.Array:
+        """Whether everything that must be is finite in one of `num_parts` equal parts of each vector, as bool[];
+        traceable.
+
+        Args:
+          parts: array[size] each; the last ones may be longer than the vector is.
+          part: which one they are.
+        """
+        fine = jnp.bool_(True)
+        for values, num_checked in zip(parts, self._num_checked, strict=True):
+            if num_checked:
+                inside = [min(max(num_checked - number * values.size, 0), values.size) for number in range(num_parts)]
+                is_checked = jnp.arange(values.size, dtype=jnp.uint32) < jnp.array(inside, jnp.uint32)[part]
+                fine = fine & jnp.all(jnp.isfinite(values) | ~is_checked)
+        return fine
+
+    def has_weight(self, vectors: Vectors) -> jax.Array:
+        """Whether there is something to divide by, as bool[]; traceable."""
+        return jnp.bool_(True) if self._weight is None else self.split(vectors)[self._weight] != 0

@@ -6,7 +6,6 @@ state, with other members, it is still the sum of that subtree.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from elastic_train.membership.group import MARKS_START, NUM_BAD_WORD
 from elastic_train.state import TrainState
-from elastic_train.step.flat import Flats
+from elastic_train.step.flat import Layout, Sums
 from elastic_train.step.plan import NOTHING_HELD, Node, reusable
 
 MAX_SHARD_BYTES = 256 * 2**20
@@ -27,15 +26,14 @@ class Kept:
 
     def __init__(self) -> None:
         self._state: weakref.ref[TrainState] | None = None
-        self._sums: Mapping[Node, Flats] = NOTHING_HELD
+        self._sums: Mapping[Node, Sums] = NOTHING_HELD
         self._marks: jax.Array | None = None
 
-    def has_room(self, num_shards: int, specs: Sequence[jax.ShapeDtypeStruct]) -> bool:
-        """Whether the gradients of so many single shards may be kept, too. `specs` are the shapes of one."""
-        num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-        return num_shards * num_bytes <= MAX_SHARD_BYTES
+    def has_room(self, num_shards: int, layout: Layout) -> bool:
+        """Whether the gradients of so many single shards may be kept, too."""
+        return num_shards * layout.num_bytes <= MAX_SHARD_BYTES
 
-    def keep(self, state: TrainState, sums: Mapping[Node, Flats], marks: jax.Array) -> None:
+    def keep(self, state: TrainState, sums: Mapping[Node, Sums], marks: jax.Array) -> None:
         """Keeps sums of subtrees of the step after `state`, in place of what was kept before.
 
         Args:
@@ -44,7 +42,7 @@ class Kept:
         # Weak: whoever receives another state must not hold two of them because of this.
         self._state, self._sums, self._marks = weakref.ref(state), sums, marks
 
-    def take(self, state: TrainState, nodes: Sequence[Node]) -> tuple[dict[Node, Flats], tuple[int, ...]]:
+    def take(self, state: TrainState, nodes: Sequence[Node]) -> tuple[dict[Node, Sums], tuple[int, ...]]:
         """What is of use for the sums of the subtrees `nodes` in the step after `state`, and the shards that are
         missing. All else is let go.
 

@@ -17,7 +17,7 @@ from flax import nnx
 from elastic_train.checkpoint.snapshot import leaf_kinds
 from elastic_train.membership.group import MARKS_START, MARKS_STOP
 from elastic_train.state import Device, PyTree, TrainState, fingerprint, leaf_fingerprints
-from elastic_train.step.flat import Checks, Flats, Flattener, is_finite
+from elastic_train.step.flat import Layout, Sums, Vectors, add
 
 if TYPE_CHECKING:
     from elastic_train.config import Config
@@ -67,10 +67,8 @@ class LocalProgram:
             self._seed_key = jax.random.fold_in(jax.random.key(trainer.config.seed), 1)
         example = self.put(batch, _ones(batch))
         sums = jax.eval_shape(self._sums, *self.initial.arrays.values(), *example, jnp.uint32(0), jnp.uint32(0))
-        self._sums_shape = sums
-        self._flattener = Flattener(sums)
-        self.specs = self._flattener.specs
-        self.checks = self._checks(sums)
+        self._tree = jax.tree.structure(sums)
+        self.layout = self._layout(sums)
         self._compile(example, eval_batch)
         self._log_device = _cheapest_for_scalars(device)
         self._schedule = None if (schedule := trainer.schedule()) is None else jax.jit(schedule)
@@ -89,14 +87,16 @@ class LocalProgram:
         paths = jax.tree_util.tree_flatten_with_path(self.initial.arrays)[0]
         self.leaf_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
 
-    def _checks(self, sums: PyTree) -> Checks:
+    def _layout(self, sums: PyTree) -> Layout:
         """Gradients and loss must be finite. What a metric says is the user's affair, and model state may hold
         infinities on purpose, such as a mask."""
         yes, no = (jax.tree.map(lambda _, value=value: value, sums) for value in (True, False))
         loss = yes["means"]["loss"]
         chosen = {**no, "grads": yes["grads"], "means": {**no["means"], "loss": loss}}
         weight = {**no, "means": {**no["means"], "loss": loss._replace(value=False)}}
-        return self._flattener.checks(chosen, weight)
+        leaves = [jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in self._tree.flatten_up_to(sums)]
+        number = self._tree.flatten_up_to(weight).index(True)
+        return Layout(leaves, self._tree.flatten_up_to(chosen), number)
 
     def _own(self, tree: PyTree) -> PyTree:
         """Copies on this worker's device: the state is donated, and must not take anybody else's arrays along."""
@@ -105,19 +105,21 @@ class LocalProgram:
     def _compile(self, example: tuple[Any, Any], eval_batch: Mapping[str, np.ndarray] | None) -> None:
         arrays = self.initial.arrays
         number = jax.ShapeDtypeStruct((), jnp.uint32)
-        flats = self.specs
+        sums, total = self.layout.leaves, self.layout.vectors
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
-        self._shard = self._aot(self._flat_sums, (), *arrays.values(), *example, number, number, marks)
-        self._add = self._aot(lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), (), flats, flats)
-        # Each worker compiles and applies the update by itself, and all must come to the same bits. On a GPU, autotuning
-        # may choose another kernel in each process, which adds up a norm, say, in another order.
+        self._shard = self._aot(self._marked_sums, (), *arrays.values(), *example, number, number, marks)
+        self._add = self._aot(lambda a, b: tuple(add(x, y) for x, y in zip(a, b, strict=True)), (), sums, sums)
+        self.donates = not self._holds_two()
+        # Each worker compiles and applies the update by itself, and all must come to the same bits. On a GPU,
+        # autotuning may choose another kernel in each process, which adds up a norm, say, in another order.
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
-        self._update = self._aot(self._apply, (0, 1, 2), *arrays.values(), flats, *self._scale(1), options=same)
+        donated = (0, 1, 2) if self.donates else ()
+        self._update = self._aot(self._apply, donated, *arrays.values(), total, *self._scale(1), options=same)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
-        self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in flats), ())
-        self._means = self._aot(lambda sums: _means(self._flattener.unflatten(sums)["means"]), (), flats)
+        self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in sums), ())
+        self._means = self._aot(lambda total: _means(self._sums_of(total)["means"]), (), total)
         self._leaf_fingerprints: Any = None
         self._evaluate = None
         self.eval_names: list[str] = []
@@ -133,6 +135,35 @@ class LocalProgram:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
         lowered = jax.jit(function, donate_argnums=donate, out_shardings=where).lower(*shapes)
         return lowered.compile(compiler_options=dict(options or {}) or None)
+
+    def _holds_two(self) -> bool:
+        """Whether there is room for the state after a step beside the one before it."""
+        choice = self._trainer.config.early_update
+        if choice != "auto" or self._device.platform == "cpu":
+            return choice != "never"
+        state = sum(leaf.nbytes for leaf in jax.tree.leaves(self.initial.arrays))
+        # The exchange holds the vectors four times: as leaves, as they are sent, received, and added up.
+        needed = 2 * state + 4 * self.layout.num_bytes
+        found, stats = self._shard.memory_analysis(), self._device.memory_stats() or {}
+        if found is None:
+            return False
+        peak = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        return needed <= max(peak, stats.get("bytes_limit", 0) // 2)
+
+    def rehearse(self, batch: tuple[Any, Any]) -> None:
+        """Runs the programs of a step once, and forgets what they give. A device loads kernels and libraries when they
+        are first used, which takes as long as some steps: better now than when all others wait.
+
+        Args:
+          batch: as `put` gives it.
+        """
+        arrays, number = self.initial.arrays, jax.device_put(np.uint32(0), self._device)
+        sums, marks = self._shard(*arrays.values(), *batch, number, number, self._no_marks)
+        vectors = tuple(jax.device_put(jnp.zeros(spec.shape, spec.dtype), self._device) for spec in self.layout.vectors)
+        done = [self._add(sums, sums), self._means(vectors), self._as_marks(self._fingerprint(arrays)), marks]
+        if not self.donates:
+            done.append(self._update(*arrays.values(), vectors, *self._scale(1)))
+        jax.block_until_ready(done)
 
     def give_initial(self) -> TrainState:
         """The state that the seed gives, once. Shapes are what is left here: a worker that begins with another state
@@ -152,32 +183,28 @@ class LocalProgram:
         """The marks of a step before any shard: the state's fingerprint, if it is to be compared."""
         return self._as_marks(self._fingerprint(state.arrays)) if checked else self._no_marks
 
-    def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int, marks: Marks) -> tuple[Flats, Marks]:
+    def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int, marks: Marks) -> tuple[Sums, Marks]:
         """Sums over one shard: gradients, loss, metrics, model state. Marks tell of what is not finite."""
         numbers = jax.device_put((np.uint32(state.step % 2**32), np.uint32(shard)), self._device)
         return self._shard(*state.arrays.values(), *batch, *numbers, marks)
 
-    def add(self, left: Flats, right: Flats) -> Flats:
+    def add(self, left: Sums, right: Sums) -> Sums:
         """One addition of the canonical tree."""
         return self._add(left, right)
 
-    def zeros(self) -> Flats:
+    def zeros(self) -> Sums:
         """What a member contributes whose own code failed."""
         return self._zeros()
 
-    def update(self, state: TrainState, total: Flats, num_samples: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The state after the step, and its metrics (means, float32[]). The old state's arrays are donated.
-
-        The metrics are there at once: they come from a program of their own, in front of the update. So whoever reads
-        them does not wait for the update, which runs while the host prepares the next step.
-        """
-        metrics = self.means(total)
-        arrays = self._update(*state.arrays.values(), total, *self._scale(num_samples))
-        return TrainState(state.step + 1, state.samples + num_samples, *arrays), metrics
-
-    def means(self, total: Flats) -> dict[str, jax.Array]:
-        """The metrics of a step, float32[] each."""
+    def means(self, total: Vectors) -> dict[str, jax.Array]:
+        """The metrics of a step, float32[] each. From a program of their own: whoever reads them does not wait for the
+        update, if that comes after."""
         return self._means(total)
+
+    def update(self, state: TrainState, total: Vectors, num_samples: int) -> TrainState:
+        """The state after the step. If `donates`, the old state's arrays are gone."""
+        arrays = self._update(*state.arrays.values(), total, *self._scale(num_samples))
+        return TrainState(state.step + 1, state.samples + num_samples, *arrays)
 
     def _scale(self, num_samples: int) -> tuple[jax.Array, ...]:
         """The factor on the update, float32[]; nothing if the trainer does not ask for one."""
@@ -253,28 +280,39 @@ class LocalProgram:
         # A full shard counts as exactly 1, so that one shard alone leaves its state untouched by rounding.
         share = jnp.sum(weight) / weight.size
         scaled = jax.tree.map(lambda x: _share_of(x, share, shard), after)
+        grads = jax.tree.map(self._for_exchange, grads)
         return {"grads": grads, "means": means, "share": share, "model_state": scaled}
 
-    def _flat_sums(self, *args: Any) -> tuple[Flats, Marks]:
+    def _for_exchange(self, grad: jax.Array) -> jax.Array:
+        """A shard's gradient as it is added and sent."""
+        if self._trainer.config.exchange_dtype and grad.dtype == jnp.float32:
+            return grad.astype(self._trainer.config.exchange_dtype)
+        return grad
+
+    def _marked_sums(self, *args: Any) -> tuple[Sums, Marks]:
         *inputs, marks = args
-        flats = self._flattener.flatten(self._sums(*inputs))
+        sums = tuple(leaf[None] for leaf in self._tree.flatten_up_to(self._sums(*inputs)))
         if self._device.platform == "cpu":
-            flats = jax.lax.optimization_barrier(flats)  # as in `_apply`: what is looked at stays the same bits
-        bad = ~is_finite(flats, self.checks)
+            sums = jax.lax.optimization_barrier(sums)  # as in `_apply`: what is looked at stays the same bits
+        bad = ~self.layout.is_finite(sums)
         first, second, num_bad, first_bad = marks[0]
         first_bad = jnp.where(bad & (num_bad == 0), inputs[-1].astype(jnp.int32), first_bad)
-        return flats, jnp.stack([first, second, num_bad + bad.astype(jnp.int32), first_bad])[None]
+        return sums, jnp.stack([first, second, num_bad + bad.astype(jnp.int32), first_bad])[None]
+
+    def _sums_of(self, total: Vectors) -> PyTree:
+        return jax.tree.unflatten(self._tree, self.layout.split(total))
 
     def _apply(
-        self, params: PyTree, model_state: PyTree, opt_state: PyTree, flats: Flats, *scale: jax.Array
+        self, params: PyTree, model_state: PyTree, opt_state: PyTree, vectors: Vectors, *scale: jax.Array
     ) -> tuple[Any, ...]:
-        total = self._flattener.unflatten(flats)
+        total = self._sums_of(vectors)
         if self._device.platform == "cpu":
             # Fused with the slicing, LLVM may contract the update's arithmetic in another way: kept apart, the update
             # is bit for bit that of a plain loop. On a GPU the separate copy would cost time and memory.
             total = jax.lax.optimization_barrier(total)
         means, share = total["means"], total["share"]
-        grads = jax.tree.map(lambda g: g / means["loss"].weight.astype(g.dtype), total["grads"])
+        weight = means["loss"].weight
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / weight.astype(p.dtype), total["grads"], params)
         updates, opt_state = self._transform.update(grads, opt_state, params)
         for factor in scale:
             updates = jax.tree.map(lambda update: update * factor.astype(update.dtype), updates)  # noqa: B023

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from elastic_train.membership.group import FINITE_BIT, FLAGS_WORD, MARKS_START, MARKS_STOP, VOTE_SIZE
 from elastic_train.state import Device
-from elastic_train.step.flat import Checks, Flats, is_finite
+from elastic_train.step.flat import Layout, Sums, Vectors, add
 from elastic_train.step.plan import Plan
 
 AXIS = "members"
@@ -104,43 +104,51 @@ class Exchange:
     Args:
       meeting: the members' devices.
       plan: who holds which partial sum, and the additions that are left.
-      specs: shapes of one partial sum, array[1, size] per dtype.
-      checks: which entries of the sum must be finite.
+      layout: of one partial sum.
     """
 
-    def __init__(self, meeting: Meeting, plan: Plan, specs: tuple[jax.ShapeDtypeStruct, ...], checks: Checks) -> None:
-        self._meeting, self._plan, self._specs, self._checks = meeting, plan, specs, checks
+    def __init__(self, meeting: Meeting, plan: Plan, layout: Layout) -> None:
+        self._meeting, self._plan, self._layout = meeting, plan, layout
         vote = jax.ShapeDtypeStruct((1, VOTE_SIZE), jnp.int32)
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
-        self._program = meeting.program(self._body, (specs,) * plan.slots_per_member, vote, marks)
+        self._program = meeting.program(self._body, (layout.leaves,) * plan.slots_per_member, vote, marks)
 
-    def __call__(self, partials: Sequence[Flats], vote: Sequence[int], marks: jax.Array) -> tuple[Flats, np.ndarray]:
-        """Returns the total and int32[members, VOTE_SIZE]. Blocks until all have taken part.
+    def __call__(self, partials: Sequence[Sums], vote: Sequence[int], marks: jax.Array) -> tuple[Vectors, jax.Array]:
+        """The total and int32[members, VOTE_SIZE], neither of which is there yet: see `wait`.
 
         Args:
-          partials: this member's partial sums.
+          partials: this member's partial sums, which may not be there yet either.
           vote: its control vector, as the host knows it.
           marks: int32[1, 4] on the device, for the place that `group.MARKS_START` names.
         """
         # Members with fewer partials than the widest repeat one; the plan never reads it.
         padded = tuple(partials) + (partials[0],) * (self._plan.slots_per_member - len(partials))
         mine = (padded, self._meeting.put(np.array(vote, np.int32)), marks)
-        total, votes = jax.block_until_ready(self._program(*self._meeting.mine_of_all(mine)))
-        return self._meeting.local(total), np.asarray(self._meeting.local(votes))
+        return self._meeting.local(self._program(*self._meeting.mine_of_all(mine)))
 
-    def _body(self, partials: tuple[Flats, ...], vote: jax.Array, marks: jax.Array) -> tuple[Flats, jax.Array]:
-        total = tuple(self._sum([flats[i] for flats in partials]) for i in range(len(self._specs)))
-        row = jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:]])
+    def wait(self, votes: jax.Array) -> np.ndarray:
+        """int32[members, VOTE_SIZE], what `__call__` gave. Blocks until all have taken part."""
+        return np.asarray(votes)
+
+    def _body(self, partials: tuple[Sums, ...], vote: jax.Array, marks: jax.Array) -> tuple[Vectors, jax.Array]:
+        vectors = [self._layout.join(leaves) for leaves in partials]
+        reduced = [self._sum(list(group)) for group in zip(*vectors, strict=True)]
+        total = tuple(whole for whole, _ in reduced)
+        part = jax.lax.axis_index(AXIS)
+        fine = self._layout.part_is_finite([part for _, part in reduced], part, self._meeting.size)
+        row = jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:], fine.astype(jnp.int32)[None]])
         rows = jax.lax.all_gather(row, AXIS)
-        # All members hold the same total, so all clear the same bit.
-        usable = is_finite(total, self._checks) & self._checks.has_weight(total)
+        # All members see the same, so all clear the same bit.
+        usable = jnp.all(rows[:, VOTE_SIZE]) & self._layout.has_weight(total)
+        rows = rows[:, :VOTE_SIZE]
         flags = rows[:, FLAGS_WORD]
         return total, rows.at[:, FLAGS_WORD].set(jnp.where(usable, flags, flags & ~FINITE_BIT))
 
-    def _sum(self, partials: list[jax.Array]) -> jax.Array:
+    def _sum(self, partials: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The whole sum, array[1, size], and this member's part of it."""
         members = self._meeting.size
         if members == 1:
-            return partials[0]
+            return partials[0], partials[0][0]
         size = partials[0].shape[1]
         slice_size = -(-size // members)
         padded = [jnp.pad(x[0], (0, slice_size * members - size)).reshape(members, slice_size) for x in partials]
@@ -148,6 +156,6 @@ class Exchange:
         received = jax.lax.all_to_all(jnp.stack(padded), AXIS, split_axis=1, concat_axis=1, tiled=True)
         registers = [received[index, member] for member in range(members) for index in range(len(partials))]
         for left, right, _ in self._plan.additions:
-            registers.append(registers[left] + registers[right])
+            registers.append(add(registers[left], registers[right]))
         root = registers[self._plan.root]
-        return jax.lax.all_gather(root, AXIS, tiled=True)[None, :size]
+        return jax.lax.all_gather(root, AXIS, tiled=True)[None, :size], root

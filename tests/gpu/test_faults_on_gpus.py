@@ -115,10 +115,16 @@ def test_row_13_endless_kernel(tmp_path, undisturbed):
 
 
 def test_row_08_worker_that_raises(tmp_path, undisturbed):
-    raises = (fault(1, "data", "raise", step=20), fault(0, "hook", "raise", step=30))
+    """In Python, and in a callback from the device, when the exchange is queued behind it already."""
+    raises = (
+        fault(1, "data", "raise", step=20),
+        fault(0, "hook", "raise", step=30),
+        fault(1, "shard", "callback", step=40),
+    )
     with start(tmp_path / "run", *raises, compiled=undisturbed[0]) as job:
         assert_exact(job, undisturbed)
-        assert kinds(job) == [("raised", 1), ("raised", 0)]
+        assert kinds(job) == [("raised", 1), ("raised", 0), ("raised", 1)]
+        assert len(job.events("worker_started")) == WORKERS
 
 
 @pytest.mark.skipif(NUM_GPUS < 3, reason=f"a joiner and two donors need 3 GPUs, since NCCL wants one each; {NUM_GPUS}")

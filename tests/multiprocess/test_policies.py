@@ -39,6 +39,19 @@ def test_row_08_code_that_raises_once_is_retried_by_all(tmp_path, undisturbed):
         assert len(job.events("worker_started")) == 3
 
 
+@pytest.mark.parametrize("update", ["always", "never"])
+def test_row_08_a_callback_that_raises_on_the_device_is_voted_on(tmp_path, undisturbed, update):
+    """When it does, the exchange is queued behind it already, and the update."""
+    faults = (fault(1, "shard", step=10, what="callback"), fault(0, "shard", step=20, what="callback"))
+    with run(tmp_path, *faults, options=("--set", f"early_update={update}")) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        failures = job.events("user_code_failed")
+        assert [(event["slot"], event["step"]) for event in failures] == [(1, 10), (0, 20)]
+        assert all("division" in event["traceback"] for event in failures)
+        assert len(job.events("worker_started")) == 3
+
+
 @pytest.mark.soak
 def test_row_08_an_interrupt_in_user_code_costs_that_worker_only(tmp_path, undisturbed):
     with run(tmp_path, fault(1, "data", step=5, what="interrupt")) as job:

@@ -11,7 +11,7 @@ from elastic_train.membership.ahead import Ahead
 from elastic_train.membership.group import Identity, View, likely
 from elastic_train.membership.live import SETTLED_STEPS, Alone, Group
 from elastic_train.plain import Nobody
-from elastic_train.step.flat import Checks
+from elastic_train.step.flat import Layout
 from elastic_train.step.reduce import Meeting
 
 LIMIT_S = 30.0
@@ -103,9 +103,9 @@ def test_a_death_and_an_admission_that_were_foreseen_compile_nothing(monkeypatch
     """Every program of the next epoch is there when it begins; one that was not foreseen is compiled as ever."""
     me, other, third, joiner = (Identity(slot, 0, slot + 1) for slot in range(4))
     devices = {slot + 1: jax.devices()[slot] for slot in range(4)}
-    specs = (jax.ShapeDtypeStruct((1, 64), jnp.float32),)
+    layout = Layout([jax.ShapeDtypeStruct((1, 64), jnp.float32)])
     block = lambda devices, trace: Alone()  # noqa: E731
-    group = Group(me, devices, specs, Checks(), lambda members: 8, Nobody(), FaultConfig(), None, block)
+    group = Group(me, devices, layout, lambda members: 8, Nobody(), FaultConfig(), None, block)
     view = View(1, (me, other, third))
     group.prepare(view)
     assert group.foresee(()) and group._foreseen == (view.nodes, False), "no epoch has settled"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elastic_train.state import TrainState
+from elastic_train.step.flat import Layout
 from elastic_train.step.kept import MAX_SHARD_BYTES, Kept
 from elastic_train.step.plan import Node
 
@@ -56,5 +57,5 @@ def test_sums_that_are_not_finite_are_computed_again():
 
 def test_single_shards_are_kept_only_while_they_take_little_memory():
     spec = jax.ShapeDtypeStruct((1, MAX_SHARD_BYTES // 16), np.float32)
-    assert Kept().has_room(4, [spec])
-    assert not Kept().has_room(4, [spec, jax.ShapeDtypeStruct((1, 1), np.int8)])
+    assert Kept().has_room(4, Layout([spec]))
+    assert not Kept().has_room(4, Layout([spec, jax.ShapeDtypeStruct((1, 1), np.int8)]))

@@ -14,7 +14,7 @@ from elastic_train.membership.group import Identity, NonFinite
 from elastic_train.plain import Nobody, fit_alone
 from elastic_train.policies import Failures, action_message, stop_message
 from elastic_train.state import state_sha256
-from elastic_train.step.flat import Checks, Flattener, is_finite
+from elastic_train.step.flat import Layout
 
 FOUND = NonFinite((Identity(1, 0, 2),), (5,), 3, 2)
 
@@ -62,18 +62,37 @@ def test_wrong_settings_are_named(wrong):
         FaultConfig(**wrong)
 
 
-def test_checks_cover_what_was_chosen_and_nothing_else():
-    tree = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(4, jnp.int32), "c": jnp.float32(1), "d": jnp.zeros(2)}
-    flattener = Flattener(tree)
-    checks = flattener.checks(
-        {"a": True, "b": True, "c": False, "d": True}, {"a": False, "b": False, "c": True, "d": False}
-    )
-    assert checks == Checks((((0, 6), (7, 9)), ()), (0, 6))
-    assert bool(is_finite(flattener.flatten(tree), checks))
-    assert bool(is_finite(flattener.flatten({**tree, "c": jnp.float32(jnp.nan)}), checks))
-    assert not bool(is_finite(flattener.flatten({**tree, "d": jnp.array([0.0, jnp.inf])}), checks))
-    assert bool(checks.has_weight(flattener.flatten(tree)))
-    assert not bool(checks.has_weight(flattener.flatten({**tree, "c": jnp.float32(0)})))
+TREE = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(4, jnp.int32), "c": jnp.float32(1), "d": jnp.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_finite"),
+    [
+        ({}, True),
+        ({"c": jnp.float32(jnp.nan)}, True),
+        ({"d": jnp.array([0.0, jnp.inf])}, False),
+        ({"a": jnp.full((2, 3), jnp.nan)}, False),
+    ],
+)
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+def test_what_must_be_finite_is_what_was_chosen_and_nothing_else(changed, is_finite, num_parts):
+    leaves = tuple(leaf[None] for leaf in {**TREE, **changed}.values())
+    layout = Layout([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves], [True, True, False, True], 2)
+    assert bool(layout.is_finite(leaves)) == is_finite
+    parts = []
+    for vector in layout.join(leaves):
+        size = -(-vector.size // num_parts)
+        padded = jnp.pad(vector[0], (0, size * num_parts - vector.size), constant_values=jnp.zeros((), vector.dtype))
+        parts.append(padded.reshape(num_parts, size))
+    found = [bool(layout.part_is_finite([part[i] for part in parts], i, num_parts)) for i in range(num_parts)]
+    assert all(found) == is_finite
+
+
+def test_a_total_without_weight_is_known():
+    leaves = tuple(leaf[None] for leaf in TREE.values())
+    layout = Layout([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves], weight=2)
+    assert bool(layout.has_weight(layout.join(leaves)))
+    assert not bool(layout.has_weight(layout.join((*leaves[:2], jnp.zeros(1), leaves[3]))))
 
 
 class Line(et.Trainer):

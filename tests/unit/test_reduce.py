@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from elastic_train.membership.group import Vote
-from elastic_train.step.flat import Checks
+from elastic_train.step.flat import DIVISOR, WORTHWHILE, Layout, add
 from elastic_train.step.plan import Node, finish, fold, partials, run_of
 from elastic_train.step.reduce import Exchange, Gather, Meeting
 
@@ -29,15 +29,34 @@ def stacked(rows: list, sharding) -> jax.Array:
     return jax.device_put(np.stack(rows), sharding)
 
 
+def test_a_sum_of_16_bit_numbers_is_rounded_before_it_is_used():
+    """Within one program, too: 256 + 1 is 256 there, and so is 256 + 1 + 1."""
+    big, one = jnp.full(3, 256, jnp.bfloat16), jnp.ones(3, jnp.bfloat16)
+    assert jax.jit(lambda x, y: add(add(x, y), y))(big, one).tolist() == [256, 256, 256]
+    assert jax.jit(lambda x, y: add(x, add(y, y)))(big, one).tolist() == [258, 258, 258]
+
+
+@pytest.mark.parametrize("size", [1, 1003, WORTHWHILE, WORTHWHILE + 1, WORTHWHILE + DIVISOR - 1])
+def test_leaves_come_back_from_vectors_that_can_be_cut_evenly(size):
+    leaves = [jnp.arange(size, dtype=jnp.float32), jnp.float32(7), jnp.arange(6, dtype=jnp.int32).reshape(2, 3)]
+    layout = Layout([jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in leaves], [False, True, True])
+    vectors = layout.join(tuple(leaf[None] for leaf in leaves))
+    assert [vector.shape for vector in vectors] == [spec.shape for spec in layout.vectors]
+    for found, leaf in zip(layout.split(vectors), leaves, strict=True):
+        np.testing.assert_array_equal(found, leaf)
+    if size >= WORTHWHILE:
+        assert vectors[0].size % 8 == 0 and vectors[0].size % 7 == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("num_shards", [5, 8])
-def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards):
-    values = shard_values(num_shards)
+def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards, dtype):
+    values = shard_values(num_shards).astype(dtype)
     meeting = Meeting(jax.devices()[:num_members], jax.devices()[0])
     plan = finish(num_shards, num_members)
-    specs = (jax.ShapeDtypeStruct((1, SIZE), jnp.float32),)
-    exchange = Exchange(meeting, plan, specs, Checks())
-    table = np.full((plan.slots_per_member, num_members, SIZE), np.nan, np.float32)  # padding must never count
+    exchange = Exchange(meeting, plan, Layout([jax.ShapeDtypeStruct((1, SIZE), dtype)]))
+    table = np.full((plan.slots_per_member, num_members, SIZE), np.nan, dtype)  # padding must never count
     for rank in range(num_members):
         run = run_of(num_shards, num_members, rank)
         for index, node in enumerate(partials(run.start, run.stop, num_shards)):
