@@ -166,7 +166,7 @@ def make_group(way: str, me: Any, devices: dict[int, Any], recipe: Any) -> Any:
         """The same sums, and no control vectors: everybody is taken to have voted what this member has."""
 
         def __init__(self, meeting: Any, plan: Any, layout: Any) -> None:
-            self._meeting, self._plan, self._layout = meeting, plan, layout
+            super().__init__(meeting, plan, layout)
             self._program = meeting.program(self._sums, (layout.leaves,) * plan.slots_per_member)
 
         def __call__(self, partials: Any, vote: Any, marks: Any) -> Any:
@@ -177,8 +177,7 @@ def make_group(way: str, me: Any, devices: dict[int, Any], recipe: Any) -> Any:
             return [vote] * self._meeting.size
 
         def _sums(self, partials: Any) -> Any:
-            vectors = [self._layout.join(leaves) for leaves in partials]
-            return tuple(self._sum(list(group))[0] for group in zip(*vectors, strict=True))
+            return self._sum(partials)[0]
 
     class VotelessGroup(Group):
         @property

@@ -16,7 +16,7 @@ from elastic_train.data.prefetch import Shard
 from elastic_train.membership.group import Agreed, Commit, Retry, Shrink, Vote
 from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
-from elastic_train.step.flat import Sums, Vectors
+from elastic_train.step.flat import Sums
 from elastic_train.step.kept import Kept
 from elastic_train.step.local import LocalProgram, Marks
 from elastic_train.step.plan import Node, fold, partials, run_of
@@ -65,7 +65,7 @@ class _Queued(NamedTuple):
       after: the state after the step; None if it takes the place of the one before, which it may not do yet.
     """
 
-    total: Vectors
+    total: Sums
     votes: jax.Array
     means: dict[str, jax.Array]
     after: TrainState | None

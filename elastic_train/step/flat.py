@@ -1,7 +1,7 @@
-"""Partial sums as tuples of leaves, and as a few long vectors, one per dtype. What members exchange is vectors.
+"""Partial sums as tuples of leaves, and the pieces into which the exchange cuts them.
 
-A worker's own sums stay leaves: as outputs of its programs they cost neither a copy nor memory. The exchange strings
-them together.
+A worker's own sums are leaves: as outputs of its programs they cost neither a copy nor memory. Large leaves are sent as
+they are, small ones strung together.
 """
 
 from __future__ import annotations
@@ -17,17 +17,10 @@ PyTree = Any
 Sums = tuple[jax.Array, ...]
 """Leaves, each array[1, ...]. The leading axis is the members' axis in the exchange."""
 
-Vectors = tuple[jax.Array, ...]
-"""One array[1, size] per dtype."""
-
 Spec = jax.ShapeDtypeStruct
 
-DIVISOR = 6720
-"""Vectors are padded to a multiple of it, so that they can be cut into equal parts for 1 to 8 members, and for most
-numbers up to 64, without being copied once more."""
-
-WORTHWHILE = 100 * DIVISOR
-"""Shorter vectors are not padded."""
+LARGE_BYTES = 16 * 2**20
+"""A leaf of this size is sent by itself: a message of its own takes less time than copying it twice."""
 
 
 def add(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -45,7 +38,7 @@ def add(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 class Layout:
-    """How partial sums lie in vectors, and what must hold of them.
+    """The leaves of a partial sum, and what must hold of them.
 
     Args:
       leaves: shapes of the leaves, each [1, ...].
@@ -54,7 +47,7 @@ class Layout:
 
     Attributes:
       leaves: as given.
-      vectors: shapes of the vectors.
+      checked: for each leaf, whether it can and must be looked at.
     """
 
     def __init__(
@@ -62,24 +55,9 @@ class Layout:
     ) -> None:
         self.leaves = tuple(leaves)
         self._weight = weight
-        self._checked = [
+        self.checked = tuple(
             chosen and jnp.issubdtype(leaf.dtype, jnp.inexact)
             for leaf, chosen in zip(leaves, checked or [False] * len(leaves), strict=True)
-        ]
-        dtypes = sorted({str(leaf.dtype) for leaf in leaves})
-        # What is checked comes first, so that one number says where it ends.
-        self._groups = [
-            sorted((i for i, leaf in enumerate(leaves) if str(leaf.dtype) == name), key=lambda i: not self._checked[i])
-            for name in dtypes
-        ]
-        sizes = [sum(math.prod(leaves[i].shape) for i in group) for group in self._groups]
-        self._num_checked = [
-            sum(math.prod(leaves[i].shape) for i in group if self._checked[i]) for group in self._groups
-        ]
-        self._padding = [-size % DIVISOR if size >= WORTHWHILE else 0 for size in sizes]
-        self.vectors = tuple(
-            Spec((1, size + padding), jnp.dtype(name))
-            for name, size, padding in zip(dtypes, sizes, self._padding, strict=True)
         )
 
     @property
@@ -87,50 +65,80 @@ class Layout:
         """Of all leaves."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
 
-    def join(self, leaves: Sums) -> Vectors:
-        """Traceable."""
-        found = []
-        for group, padding, spec in zip(self._groups, self._padding, self.vectors, strict=True):
-            parts = [leaves[i].reshape(-1) for i in group]
-            found.append(jnp.concatenate([*parts, jnp.zeros(padding, spec.dtype)] if padding else parts)[None])
-        return tuple(found)
-
-    def split(self, vectors: Vectors) -> Sums:
-        """Traceable. The leaves lack the leading axis."""
-        leaves: list[Any] = [None] * len(self.leaves)
-        for group, vector in zip(self._groups, vectors, strict=True):
-            start, flat = 0, vector.reshape(-1)
-            for i in group:
-                shape = self.leaves[i].shape[1:]
-                size = math.prod(shape)
-                leaves[i] = jax.lax.slice(flat, (start,), (start + size,)).reshape(shape)
-                start += size
-        return tuple(leaves)
-
     def is_finite(self, leaves: Sums) -> jax.Array:
         """Whether everything that must be is finite, as bool[]; traceable."""
         fine = jnp.bool_(True)
-        for leaf, chosen in zip(leaves, self._checked, strict=True):
-            if chosen:
+        for leaf, is_checked in zip(leaves, self.checked, strict=True):
+            if is_checked:
                 fine = fine & jnp.all(jnp.isfinite(leaf))
         return fine
 
-    def part_is_finite(self, parts: Sequence[jax.Array], part: jax.Array | int, num_parts: int) -> jax.Array:
-        """Whether everything that must be is finite in one of `num_parts` equal parts of each vector, as bool[];
-        traceable.
+    def has_weight(self, leaves: Sums) -> jax.Array:
+        """Whether there is something to divide by, as bool[]; traceable."""
+        return jnp.bool_(True) if self._weight is None else leaves[self._weight].reshape(()) != 0
+
+
+class Cut:
+    """A partial sum in pieces, each of which is cut into equal parts, one for each member.
+
+    A large leaf is a piece, if it can be cut evenly. The others are strung together, one piece for each dtype, and
+    padded with zeros.
+
+    Args:
+      layout: of a partial sum.
+      num_parts: the number of members.
+      large_bytes: see `LARGE_BYTES`.
+    """
+
+    def __init__(self, layout: Layout, num_parts: int, large_bytes: int = LARGE_BYTES) -> None:
+        self._layout, self._num_parts = layout, num_parts
+        leaves = layout.leaves
+        self._sizes = [math.prod(leaf.shape) for leaf in leaves]
+
+        def is_piece(i: int) -> bool:
+            return self._sizes[i] * leaves[i].dtype.itemsize >= large_bytes and self._sizes[i] % num_parts == 0
+
+        self._pieces = [[i] for i in range(len(leaves)) if is_piece(i)]
+        for name in sorted({str(leaf.dtype) for leaf in leaves}):
+            small = [i for i, leaf in enumerate(leaves) if str(leaf.dtype) == name and not is_piece(i)]
+            # What is checked comes first, so that one number says where it ends.
+            self._pieces += [sorted(small, key=lambda i: not layout.checked[i])] if small else []
+
+    def pieces(self, leaves: Sums) -> list[jax.Array]:
+        """array[parts, size] each; traceable."""
+        found = []
+        for piece in self._pieces:
+            vectors = [leaves[i].reshape(-1) for i in piece]
+            padding = -sum(self._sizes[i] for i in piece) % self._num_parts
+            if padding:
+                vectors.append(jnp.zeros(padding, vectors[0].dtype))
+            joined = jnp.concatenate(vectors) if len(vectors) > 1 else vectors[0]
+            found.append(joined.reshape(self._num_parts, -1))
+        return found
+
+    def leaves(self, pieces: Sequence[jax.Array]) -> Sums:
+        """The leaves from whole pieces, array[parts * size] each; traceable."""
+        found: list[Any] = [None] * len(self._sizes)
+        for piece, vector in zip(self._pieces, pieces, strict=True):
+            start = 0
+            for i in piece:
+                values = jax.lax.slice(vector, (start,), (start + self._sizes[i],))
+                found[i] = values.reshape(self._layout.leaves[i].shape)
+                start += self._sizes[i]
+        return tuple(found)
+
+    def part_is_finite(self, parts: Sequence[jax.Array], number: jax.Array | int) -> jax.Array:
+        """Whether everything that must be is finite in one part of each piece, as bool[]; traceable.
 
         Args:
-          parts: array[size] each; the last ones may be longer than the vector is.
-          part: which one they are.
+          parts: array[size] each.
+          number: which part they are.
         """
         fine = jnp.bool_(True)
-        for values, num_checked in zip(parts, self._num_checked, strict=True):
+        for piece, part in zip(self._pieces, parts, strict=True):
+            num_checked = sum(self._sizes[i] for i in piece if self._layout.checked[i])
             if num_checked:
-                inside = [min(max(num_checked - number * values.size, 0), values.size) for number in range(num_parts)]
-                is_checked = jnp.arange(values.size, dtype=jnp.uint32) < jnp.array(inside, jnp.uint32)[part]
-                fine = fine & jnp.all(jnp.isfinite(values) | ~is_checked)
+                inside = [min(max(num_checked - start * part.size, 0), part.size) for start in range(self._num_parts)]
+                is_checked = jnp.arange(part.size, dtype=jnp.uint32) < jnp.array(inside, jnp.uint32)[number]
+                fine = fine & jnp.all(jnp.isfinite(part) | ~is_checked)
         return fine
-
-    def has_weight(self, vectors: Vectors) -> jax.Array:
-        """Whether there is something to divide by, as bool[]; traceable."""
-        return jnp.bool_(True) if self._weight is None else self.split(vectors)[self._weight] != 0

@@ -17,7 +17,7 @@ from flax import nnx
 from elastic_train.checkpoint.snapshot import leaf_kinds
 from elastic_train.membership.group import MARKS_START, MARKS_STOP
 from elastic_train.state import Device, PyTree, TrainState, fingerprint, leaf_fingerprints
-from elastic_train.step.flat import Layout, Sums, Vectors, add
+from elastic_train.step.flat import Layout, Sums, add
 
 if TYPE_CHECKING:
     from elastic_train.config import Config
@@ -105,7 +105,7 @@ class LocalProgram:
     def _compile(self, example: tuple[Any, Any], eval_batch: Mapping[str, np.ndarray] | None) -> None:
         arrays = self.initial.arrays
         number = jax.ShapeDtypeStruct((), jnp.uint32)
-        sums, total = self.layout.leaves, self.layout.vectors
+        sums = self.layout.leaves
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
         self._shard = self._aot(self._marked_sums, (), *arrays.values(), *example, number, number, marks)
         self._add = self._aot(lambda a, b: tuple(add(x, y) for x, y in zip(a, b, strict=True)), (), sums, sums)
@@ -114,12 +114,19 @@ class LocalProgram:
         # autotuning may choose another kernel in each process, which adds up a norm, say, in another order.
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
         donated = (0, 1, 2) if self.donates else ()
-        self._update = self._aot(self._apply, donated, *arrays.values(), total, *self._scale(1), options=same)
+        self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self._scale(1), options=same)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
         self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in sums), ())
-        self._means = self._aot(lambda total: _means(self._sums_of(total)["means"]), (), total)
+        numbers = jax.tree.unflatten(self._tree, range(len(sums)))["means"]
+        # Only what it needs, since each argument takes time.
+        self._of_means, structure = jax.tree.flatten(numbers)
+        self._means = self._aot(
+            lambda leaves: _means(jax.tree.unflatten(structure, [leaf[0] for leaf in leaves])),
+            (),
+            [sums[i] for i in self._of_means],
+        )
         self._leaf_fingerprints: Any = None
         self._evaluate = None
         self.eval_names: list[str] = []
@@ -159,10 +166,9 @@ class LocalProgram:
         """
         arrays, number = self.initial.arrays, jax.device_put(np.uint32(0), self._device)
         sums, marks = self._shard(*arrays.values(), *batch, number, number, self._no_marks)
-        vectors = tuple(jax.device_put(jnp.zeros(spec.shape, spec.dtype), self._device) for spec in self.layout.vectors)
-        done = [self._add(sums, sums), self._means(vectors), self._as_marks(self._fingerprint(arrays)), marks]
+        done = [self._add(sums, sums), self.means(sums), self._as_marks(self._fingerprint(arrays)), marks]
         if not self.donates:
-            done.append(self._update(*arrays.values(), vectors, *self._scale(1)))
+            done.append(self._update(*arrays.values(), sums, *self._scale(1)))
         jax.block_until_ready(done)
 
     def give_initial(self) -> TrainState:
@@ -196,12 +202,12 @@ class LocalProgram:
         """What a member contributes whose own code failed."""
         return self._zeros()
 
-    def means(self, total: Vectors) -> dict[str, jax.Array]:
+    def means(self, total: Sums) -> dict[str, jax.Array]:
         """The metrics of a step, float32[] each. From a program of their own: whoever reads them does not wait for the
         update, if that comes after."""
-        return self._means(total)
+        return self._means([total[i] for i in self._of_means])
 
-    def update(self, state: TrainState, total: Vectors, num_samples: int) -> TrainState:
+    def update(self, state: TrainState, total: Sums, num_samples: int) -> TrainState:
         """The state after the step. If `donates`, the old state's arrays are gone."""
         arrays = self._update(*state.arrays.values(), total, *self._scale(num_samples))
         return TrainState(state.step + 1, state.samples + num_samples, *arrays)
@@ -293,23 +299,18 @@ class LocalProgram:
         *inputs, marks = args
         sums = tuple(leaf[None] for leaf in self._tree.flatten_up_to(self._sums(*inputs)))
         if self._device.platform == "cpu":
-            sums = jax.lax.optimization_barrier(sums)  # as in `_apply`: what is looked at stays the same bits
+            # Fused with looking at them, LLVM may contract the arithmetic in another way: kept apart, the gradients are
+            # bit for bit those of a plain loop. On a GPU the separate copy would cost time and memory.
+            sums = jax.lax.optimization_barrier(sums)
         bad = ~self.layout.is_finite(sums)
         first, second, num_bad, first_bad = marks[0]
         first_bad = jnp.where(bad & (num_bad == 0), inputs[-1].astype(jnp.int32), first_bad)
         return sums, jnp.stack([first, second, num_bad + bad.astype(jnp.int32), first_bad])[None]
 
-    def _sums_of(self, total: Vectors) -> PyTree:
-        return jax.tree.unflatten(self._tree, self.layout.split(total))
-
     def _apply(
-        self, params: PyTree, model_state: PyTree, opt_state: PyTree, vectors: Vectors, *scale: jax.Array
+        self, params: PyTree, model_state: PyTree, opt_state: PyTree, leaves: Sums, *scale: jax.Array
     ) -> tuple[Any, ...]:
-        total = self._sums_of(vectors)
-        if self._device.platform == "cpu":
-            # Fused with the slicing, LLVM may contract the update's arithmetic in another way: kept apart, the update
-            # is bit for bit that of a plain loop. On a GPU the separate copy would cost time and memory.
-            total = jax.lax.optimization_barrier(total)
+        total = jax.tree.unflatten(self._tree, [leaf[0] for leaf in leaves])
         means, share = total["means"], total["share"]
         weight = means["loss"].weight
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / weight.astype(p.dtype), total["grads"], params)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from elastic_train.membership.group import FINITE_BIT, FLAGS_WORD, MARKS_START, MARKS_STOP, VOTE_SIZE
 from elastic_train.state import Device
-from elastic_train.step.flat import Layout, Sums, Vectors, add
+from elastic_train.step.flat import LARGE_BYTES, Cut, Layout, Sums, add
 from elastic_train.step.plan import Plan
 
 AXIS = "members"
@@ -105,15 +105,17 @@ class Exchange:
       meeting: the members' devices.
       plan: who holds which partial sum, and the additions that are left.
       layout: of one partial sum.
+      large_bytes: leaves of this size are sent by themselves.
     """
 
-    def __init__(self, meeting: Meeting, plan: Plan, layout: Layout) -> None:
+    def __init__(self, meeting: Meeting, plan: Plan, layout: Layout, large_bytes: int = LARGE_BYTES) -> None:
         self._meeting, self._plan, self._layout = meeting, plan, layout
+        self._cut = Cut(layout, meeting.size, large_bytes)
         vote = jax.ShapeDtypeStruct((1, VOTE_SIZE), jnp.int32)
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
         self._program = meeting.program(self._body, (layout.leaves,) * plan.slots_per_member, vote, marks)
 
-    def __call__(self, partials: Sequence[Sums], vote: Sequence[int], marks: jax.Array) -> tuple[Vectors, jax.Array]:
+    def __call__(self, partials: Sequence[Sums], vote: Sequence[int], marks: jax.Array) -> tuple[Sums, jax.Array]:
         """The total and int32[members, VOTE_SIZE], neither of which is there yet: see `wait`.
 
         Args:
@@ -130,12 +132,8 @@ class Exchange:
         """int32[members, VOTE_SIZE], what `__call__` gave. Blocks until all have taken part."""
         return np.asarray(votes)
 
-    def _body(self, partials: tuple[Sums, ...], vote: jax.Array, marks: jax.Array) -> tuple[Vectors, jax.Array]:
-        vectors = [self._layout.join(leaves) for leaves in partials]
-        reduced = [self._sum(list(group)) for group in zip(*vectors, strict=True)]
-        total = tuple(whole for whole, _ in reduced)
-        part = jax.lax.axis_index(AXIS)
-        fine = self._layout.part_is_finite([part for _, part in reduced], part, self._meeting.size)
+    def _body(self, partials: tuple[Sums, ...], vote: jax.Array, marks: jax.Array) -> tuple[Sums, jax.Array]:
+        total, fine = self._sum(partials)
         row = jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:], fine.astype(jnp.int32)[None]])
         rows = jax.lax.all_gather(row, AXIS)
         # All members see the same, so all clear the same bit.
@@ -144,18 +142,20 @@ class Exchange:
         flags = rows[:, FLAGS_WORD]
         return total, rows.at[:, FLAGS_WORD].set(jnp.where(usable, flags, flags & ~FINITE_BIT))
 
-    def _sum(self, partials: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The whole sum, array[1, size], and this member's part of it."""
-        members = self._meeting.size
-        if members == 1:
-            return partials[0], partials[0][0]
-        size = partials[0].shape[1]
-        slice_size = -(-size // members)
-        padded = [jnp.pad(x[0], (0, slice_size * members - size)).reshape(members, slice_size) for x in partials]
-        # [partials, members, slice]: the middle axis is the receiver before and the sender after.
-        received = jax.lax.all_to_all(jnp.stack(padded), AXIS, split_axis=1, concat_axis=1, tiled=True)
-        registers = [received[index, member] for member in range(members) for index in range(len(partials))]
+    def _sum(self, partials: tuple[Sums, ...]) -> tuple[Sums, jax.Array]:
+        """The whole sum, and whether this member's part of it is finite."""
+        if self._meeting.size == 1:
+            return partials[0], self._layout.is_finite(partials[0])
+        pieces = zip(*(self._cut.pieces(leaves) for leaves in partials), strict=True)
+        parts = [self._sum_part(jnp.stack(piece)) for piece in pieces]
+        whole = [jax.lax.all_gather(part, AXIS, tiled=True) for part in parts]
+        return self._cut.leaves(whole), self._cut.part_is_finite(parts, jax.lax.axis_index(AXIS))
+
+    def _sum_part(self, mine: jax.Array) -> jax.Array:
+        """array[partials, members, size] -> array[size]: this member's part of the sum of a piece."""
+        # The middle axis is the receiver before and the sender after.
+        received = jax.lax.all_to_all(mine, AXIS, split_axis=1, concat_axis=1, tiled=True)
+        registers = [received[index, member] for member in range(mine.shape[1]) for index in range(mine.shape[0])]
         for left, right, _ in self._plan.additions:
             registers.append(add(registers[left], registers[right]))
-        root = registers[self._plan.root]
-        return jax.lax.all_gather(root, AXIS, tiled=True)[None, :size], root
+        return registers[self._plan.root]

@@ -14,7 +14,7 @@ from elastic_train.membership.group import Identity, NonFinite
 from elastic_train.plain import Nobody, fit_alone
 from elastic_train.policies import Failures, action_message, stop_message
 from elastic_train.state import state_sha256
-from elastic_train.step.flat import Layout
+from elastic_train.step.flat import Cut, Layout
 
 FOUND = NonFinite((Identity(1, 0, 2),), (5,), 3, 2)
 
@@ -79,20 +79,18 @@ def test_what_must_be_finite_is_what_was_chosen_and_nothing_else(changed, is_fin
     leaves = tuple(leaf[None] for leaf in {**TREE, **changed}.values())
     layout = Layout([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves], [True, True, False, True], 2)
     assert bool(layout.is_finite(leaves)) == is_finite
-    parts = []
-    for vector in layout.join(leaves):
-        size = -(-vector.size // num_parts)
-        padded = jnp.pad(vector[0], (0, size * num_parts - vector.size), constant_values=jnp.zeros((), vector.dtype))
-        parts.append(padded.reshape(num_parts, size))
-    found = [bool(layout.part_is_finite([part[i] for part in parts], i, num_parts)) for i in range(num_parts)]
-    assert all(found) == is_finite
+    for large_bytes in (8, 10**9):
+        cut = Cut(layout, num_parts, large_bytes)
+        pieces = cut.pieces(leaves)
+        found = [bool(cut.part_is_finite([piece[i] for piece in pieces], i)) for i in range(num_parts)]
+        assert all(found) == is_finite
 
 
 def test_a_total_without_weight_is_known():
     leaves = tuple(leaf[None] for leaf in TREE.values())
     layout = Layout([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves], weight=2)
-    assert bool(layout.has_weight(layout.join(leaves)))
-    assert not bool(layout.has_weight(layout.join((*leaves[:2], jnp.zeros(1), leaves[3]))))
+    assert bool(layout.has_weight(leaves))
+    assert not bool(layout.has_weight((*leaves[:2], jnp.zeros(1), leaves[3])))
 
 
 class Line(et.Trainer):

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from elastic_train.membership.group import Vote
-from elastic_train.step.flat import DIVISOR, WORTHWHILE, Layout, add
+from elastic_train.step.flat import Cut, Layout, add
 from elastic_train.step.plan import Node, finish, fold, partials, run_of
 from elastic_train.step.reduce import Exchange, Gather, Meeting
 
-SIZE = 1003
+SIZES = (1003, 600)
+"""The first is a prime: only the second can be cut evenly."""
+SIZE = sum(SIZES)
 
 
 def shard_values(num_shards: int) -> np.ndarray:
@@ -36,37 +38,46 @@ def test_a_sum_of_16_bit_numbers_is_rounded_before_it_is_used():
     assert jax.jit(lambda x, y: add(x, add(y, y)))(big, one).tolist() == [258, 258, 258]
 
 
-@pytest.mark.parametrize("size", [1, 1003, WORTHWHILE, WORTHWHILE + 1, WORTHWHILE + DIVISOR - 1])
-def test_leaves_come_back_from_vectors_that_can_be_cut_evenly(size):
-    leaves = [jnp.arange(size, dtype=jnp.float32), jnp.float32(7), jnp.arange(6, dtype=jnp.int32).reshape(2, 3)]
-    layout = Layout([jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype) for leaf in leaves], [False, True, True])
-    vectors = layout.join(tuple(leaf[None] for leaf in leaves))
-    assert [vector.shape for vector in vectors] == [spec.shape for spec in layout.vectors]
-    for found, leaf in zip(layout.split(vectors), leaves, strict=True):
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("large_bytes", [1, 40, 10**9])
+def test_leaves_come_back_from_their_pieces(num_parts, large_bytes):
+    leaves = (
+        jnp.arange(12, dtype=jnp.float32).reshape(1, 12),
+        jnp.full(1, 7, jnp.float32),
+        jnp.arange(6, dtype=jnp.int32).reshape(1, 2, 3),
+        jnp.arange(9, dtype=jnp.bfloat16).reshape(1, 9),
+    )
+    layout = Layout([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves], [False, True, True, True])
+    cut = Cut(layout, num_parts, large_bytes)
+    pieces = cut.pieces(leaves)
+    assert {piece.shape[0] for piece in pieces} == {num_parts}
+    for found, leaf in zip(cut.leaves([piece.reshape(-1) for piece in pieces]), leaves, strict=True):
+        assert found.dtype == leaf.dtype
         np.testing.assert_array_equal(found, leaf)
-    if size >= WORTHWHILE:
-        assert vectors[0].size % 8 == 0 and vectors[0].size % 7 == 0
 
 
+@pytest.mark.parametrize("large_bytes", [1, 10**9])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("num_shards", [5, 8])
-def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards, dtype):
+def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards, dtype, large_bytes):
     values = shard_values(num_shards).astype(dtype)
     meeting = Meeting(jax.devices()[:num_members], jax.devices()[0])
     plan = finish(num_shards, num_members)
-    exchange = Exchange(meeting, plan, Layout([jax.ShapeDtypeStruct((1, SIZE), dtype)]))
+    exchange = Exchange(meeting, plan, Layout([jax.ShapeDtypeStruct((1, size), dtype) for size in SIZES]), large_bytes)
     table = np.full((plan.slots_per_member, num_members, SIZE), np.nan, dtype)  # padding must never count
     for rank in range(num_members):
         run = run_of(num_shards, num_members, rank)
         for index, node in enumerate(partials(run.start, run.stop, num_shards)):
             table[index, rank] = subtree(values, node)
     votes = np.array([Vote(step=rank).pack() for rank in range(num_members)], np.int32)
-    held = tuple((jax.device_put(part, meeting._split),) for part in table)
+    held = tuple(
+        tuple(jax.device_put(leaf, meeting._split) for leaf in np.split(part, [SIZES[0]], axis=1)) for part in table
+    )
     marks = np.arange(4 * num_members, dtype=np.int32).reshape(num_members, 4)
-    (total,), rows = exchange._program(held, *(jax.device_put(array, meeting._split) for array in (votes, marks)))
+    total, rows = exchange._program(held, *(jax.device_put(array, meeting._split) for array in (votes, marks)))
     expected = subtree(values, Node(0, num_shards))
-    assert np.asarray(total)[0].tobytes() == expected.tobytes()
+    assert np.concatenate(total, axis=1)[0].tobytes() == expected.tobytes()
     votes[:, 4:8] = marks
     np.testing.assert_array_equal(np.asarray(rows), votes)
 
