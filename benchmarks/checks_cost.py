@@ -32,7 +32,6 @@ def main() -> None:
 
 def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
     import jax
-    import numpy as np
 
     from elastic_train.config_files import resolve
     from elastic_train.launch.recipe import config_class_of, load_recipe
@@ -44,19 +43,18 @@ def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
     recipe = Recipe(trainer(config), device)
     local = recipe.local
     state = local.initial
-    batch = local.put(*recipe.read(0, 0))
+    inputs = local.place(0, 0, *recipe.read(0, 0))
     unchecked = jax.jit(lambda *inputs: tuple(leaf[None] for leaf in jax.tree.leaves(local._sums(*inputs))))
 
     def shard_unchecked() -> Any:  # as `shard_sums` does it
-        numbers = jax.device_put((np.uint32(0), np.uint32(0)), device)
-        return unchecked(*state.arrays.values(), *batch, *numbers)
+        return unchecked(*state.arrays.values(), *inputs[1:])
 
     total = shard_unchecked()
     check_sum = jax.jit(local.layout.is_finite)
     marks = local.marks(state, checked=False)
     programs: dict[str, Callable[[], Any]] = {
         "shard_unchecked": shard_unchecked,
-        "shard_checked": lambda: local.shard_sums(state, batch, 0, marks),
+        "shard_checked": lambda: local.shard_sums(state, inputs, marks),
         "addition": lambda: local.add(total, total),
         "check": lambda: check_sum(total),
         "fingerprint": lambda: local.marks(state, checked=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,11 +44,11 @@ class Recipe:
         self.batches = batches(config.batch_policy, num_samples, config.batch_size, config.shards, config.seed)
         self._eval_source, num_eval = self._prefetcher.call(lambda: _opened(trainer.eval_data(), "eval_data"))
         rows = self.batches.rows
-        batch, _ = self.read(0, 0)
+        batch, weight = self.read(0, 0)
         eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
         self.local = LocalProgram(trainer, device, batch, eval_batch)
         if device.platform != "cpu":
-            self.local.rehearse(self.local.put(*self.read(0, 0)))
+            self.local.rehearse(self.local.place(0, 0, batch, weight))
         self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None
         self.healer = Healer(self.local.initial.arrays, device)
         self.schema = _schema(self.local.initial, config)
@@ -67,6 +67,10 @@ class Recipe:
         except Exception as error:
             error.add_note(f"while reading {self._describe(samples, shard)}")
             raise
+
+    def refine(self, samples: int, shard: int, work: Callable[[Shard], Any]) -> None:
+        """Has `read` give what `work` makes of a shard, if that has been read ahead by now."""
+        self._prefetcher.refine(samples, shard, work)
 
     def close(self) -> None:
         """Ends the thread that reads data."""

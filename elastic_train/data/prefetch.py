@@ -105,6 +105,24 @@ class Prefetcher:
         """
         return self._take((samples, shard), partial(self._read, samples, shard))
 
+    def refine(self, samples: int, shard: int, work: Callable[[Shard], Any]) -> None:
+        """Has `get` give what `work` makes of a shard, if that has been read by now and not been asked for yet.
+
+        What `work` raises is not told: `get` then gives what was read.
+        """
+        key = samples, shard
+        with self._changed:
+            outcome = self._outcomes.get(key)
+        if outcome is None or outcome.error is not None:
+            return
+        try:
+            refined = _Outcome(work(outcome.value), None)
+        except Exception:
+            return
+        with self._changed:
+            if self._outcomes.get(key) is outcome:
+                self._outcomes[key] = refined
+
     def call(self, work: Callable[[], Result]) -> Result:
         """The result of anything else that touches the data sources, done between two reads."""
         return self._take(object(), work)

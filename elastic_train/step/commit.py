@@ -6,7 +6,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from elastic_train.membership.live import Group
 from elastic_train.state import TrainState
 from elastic_train.step.flat import Sums
 from elastic_train.step.kept import Kept
-from elastic_train.step.local import LocalProgram, Marks
+from elastic_train.step.local import Inputs, LocalProgram, Marks
 from elastic_train.step.plan import Node, fold, partials, run_of
 
 
@@ -30,8 +31,13 @@ class Shards(Protocol):
         knows, in those that follow."""
         ...
 
-    def read(self, samples: int, shard: int) -> Shard:
-        """Samples of one shard of the batch that begins at position `samples`, and their weights."""
+    def read(self, samples: int, shard: int) -> Shard | Inputs:
+        """Samples of one shard of the batch that begins at position `samples`, and their weights; or what was made of
+        them."""
+        ...
+
+    def refine(self, samples: int, shard: int, work: Callable[[Shard], Any]) -> None:
+        """Has `read` give what `work` makes of a shard, if that has been read by now."""
         ...
 
 
@@ -150,14 +156,22 @@ class Stepper:
 
     def _queue(self, state: TrainState, sums: Sequence[Sums], marks: Marks, vote: Vote, size: int) -> _Queued:
         """Queues the exchange on the device, behind what computes the sums, and all that follows from it and can be
-        thrown away. Waits for nothing: so the device has something to do while the host finds out what counts."""
+        thrown away. Waits for nothing: so the device has something to do while the host finds out what counts, and
+        brings the next step's samples to the device."""
         exchange = self._group.exchange
         total, votes = exchange(sums, vote.pack(), marks)
         means = self._local.means(total)
         after = None if self._local.donates else self._local.update(state, total, size)
         for value in means.values():
             value.copy_to_host_async()
+        for shard in run_of(self._group.plan.num_shards, self._group.plan.num_members, self._group.rank):
+            self._data.refine(state.samples + size, shard, partial(self._place, state.step + 1, shard))
         return _Queued(total, votes, means, after)
+
+    def _place(self, step: int, shard: int, samples: Shard | Inputs) -> Inputs:
+        if not isinstance(samples, Inputs):
+            return self._local.place(step, shard, *samples)
+        return samples if samples.step == step else self._local.place(step, shard, samples.batch, samples.weight)
 
     def _partial_sums(
         self, state: TrainState, marks: Marks, raised: list[str]
@@ -214,9 +228,9 @@ class Stepper:
         self._phase("data")
         samples = self._data.read(state.samples, shard)
         self._phase("compute")
-        batch = self._local.put(*samples)
+        inputs = self._place(state.step, shard, samples)
         try:
-            return self._local.shard_sums(state, batch, shard, marks)
+            return self._local.shard_sums(state, inputs, marks)
         except Exception as error:
             error.add_note(f"in the loss of shard {shard}")
             raise

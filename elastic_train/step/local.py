@@ -36,6 +36,21 @@ class WeightedSum(NamedTuple):
     weight: jax.Array
 
 
+class Inputs(NamedTuple):
+    """What a shard's program takes besides the state, on the device.
+
+    Attributes:
+      step: whose random keys they are for.
+      batch, weight: samples, and their weights.
+      numbers: uint32[2], the step and the shard.
+    """
+
+    step: int
+    batch: dict[str, jax.Array]
+    weight: jax.Array
+    numbers: jax.Array
+
+
 Means = dict[str, WeightedSum]
 Marks = jax.Array
 """int32[1, 4] on the device: see `group.MARKS_START`."""
@@ -66,7 +81,8 @@ class LocalProgram:
             self._build_model(trainer)
             self._seed_key = jax.random.fold_in(jax.random.key(trainer.config.seed), 1)
         example = self.put(batch, _ones(batch))
-        sums = jax.eval_shape(self._sums, *self.initial.arrays.values(), *example, jnp.uint32(0), jnp.uint32(0))
+        numbers = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        sums = jax.eval_shape(self._sums, *self.initial.arrays.values(), *example, numbers)
         self._tree = jax.tree.structure(sums)
         self.layout = self._layout(sums)
         self._compile(example, eval_batch)
@@ -104,10 +120,10 @@ class LocalProgram:
 
     def _compile(self, example: tuple[Any, Any], eval_batch: Mapping[str, np.ndarray] | None) -> None:
         arrays = self.initial.arrays
-        number = jax.ShapeDtypeStruct((), jnp.uint32)
+        numbers = jax.ShapeDtypeStruct((2,), jnp.uint32)
         sums = self.layout.leaves
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
-        self._shard = self._aot(self._marked_sums, (), *arrays.values(), *example, number, number, marks)
+        self._shard = self._aot(self._marked_sums, (), *arrays.values(), *example, numbers, marks)
         self._add = self._aot(lambda a, b: tuple(add(x, y) for x, y in zip(a, b, strict=True)), (), sums, sums)
         self.donates = not self._holds_two()
         # Each worker compiles and applies the update by itself, and all must come to the same bits. On a GPU,
@@ -157,15 +173,12 @@ class LocalProgram:
         peak = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         return needed <= max(peak, stats.get("bytes_limit", 0) // 2)
 
-    def rehearse(self, batch: tuple[Any, Any]) -> None:
+    def rehearse(self, inputs: Inputs) -> None:
         """Runs the programs of a step once, and forgets what they give. A device loads kernels and libraries when they
         are first used, which takes as long as some steps: better now than when all others wait.
-
-        Args:
-          batch: as `put` gives it.
         """
-        arrays, number = self.initial.arrays, jax.device_put(np.uint32(0), self._device)
-        sums, marks = self._shard(*arrays.values(), *batch, number, number, self._no_marks)
+        arrays = self.initial.arrays
+        sums, marks = self._shard(*arrays.values(), *inputs[1:], self._no_marks)
         done = [self._add(sums, sums), self.means(sums), self._as_marks(self._fingerprint(arrays)), marks]
         if not self.donates:
             done.append(self._update(*arrays.values(), sums, *self._scale(1)))
@@ -185,14 +198,18 @@ class LocalProgram:
         """One shard's samples and their weights (1, or 0 for padding) on the device."""
         return jax.device_put((dict(batch), weight), self._device)
 
+    def place(self, step: int, shard: int, batch: Mapping[str, Any], weight: Any) -> Inputs:
+        """What the step after `step` updates needs of a shard, on the device; its samples may be there already."""
+        numbers = np.array([step % 2**32, shard], np.uint32)
+        return Inputs(step, *jax.device_put((dict(batch), weight, numbers), self._device))
+
     def marks(self, state: TrainState, checked: bool) -> Marks:
         """The marks of a step before any shard: the state's fingerprint, if it is to be compared."""
         return self._as_marks(self._fingerprint(state.arrays)) if checked else self._no_marks
 
-    def shard_sums(self, state: TrainState, batch: tuple[Any, Any], shard: int, marks: Marks) -> tuple[Sums, Marks]:
+    def shard_sums(self, state: TrainState, inputs: Inputs, marks: Marks) -> tuple[Sums, Marks]:
         """Sums over one shard: gradients, loss, metrics, model state. Marks tell of what is not finite."""
-        numbers = jax.device_put((np.uint32(state.step % 2**32), np.uint32(shard)), self._device)
-        return self._shard(*state.arrays.values(), *batch, *numbers, marks)
+        return self._shard(*state.arrays.values(), *inputs[1:], marks)
 
     def add(self, left: Sums, right: Sums) -> Sums:
         """One addition of the canonical tree."""
@@ -264,10 +281,10 @@ class LocalProgram:
         opt_state: PyTree,
         batch: Any,
         weight: Any,
-        step: Any,
-        shard: Any,
+        numbers: Any,
     ) -> PyTree:
         del opt_state
+        step, shard = numbers
         key = jax.random.fold_in(jax.random.fold_in(self._seed_key, step), shard)
 
         def loss_sum(params: PyTree) -> tuple[jax.Array, tuple[Means, PyTree]]:
@@ -304,7 +321,7 @@ class LocalProgram:
             sums = jax.lax.optimization_barrier(sums)
         bad = ~self.layout.is_finite(sums)
         first, second, num_bad, first_bad = marks[0]
-        first_bad = jnp.where(bad & (num_bad == 0), inputs[-1].astype(jnp.int32), first_bad)
+        first_bad = jnp.where(bad & (num_bad == 0), inputs[-1][1].astype(jnp.int32), first_bad)
         return sums, jnp.stack([first, second, num_bad + bad.astype(jnp.int32), first_bad])[None]
 
     def _apply(
