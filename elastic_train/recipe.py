@@ -48,7 +48,7 @@ class Recipe:
         eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
         self.local = LocalProgram(trainer, device, batch, eval_batch)
         if device.platform != "cpu":
-            self.local.rehearse(self.local.place(0, 0, batch, weight))
+            self.local.rehearse(self.local.place(0, 0, batch, weight), self.local.initial)
         self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None
         self.healer = Healer(self.local.initial.arrays, device)
         self.schema = _schema(self.local.initial, config)

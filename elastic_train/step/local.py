@@ -100,6 +100,8 @@ class LocalProgram:
         params, rest = self._own(nnx.to_pure_dict(self._params)), self._own(nnx.to_pure_dict(self._rest))
         opt_state = self._own(jax.jit(self._transform.init)(params))
         self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
+        # Only their structure is needed from now on. Arrays would be a second set of parameters, held for ever.
+        self._params, self._rest = _shapes(self._params), _shapes(self._rest)
         paths = jax.tree_util.tree_flatten_with_path(self.initial.arrays)[0]
         self.leaf_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
 
@@ -173,11 +175,11 @@ class LocalProgram:
         peak = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
         return needed <= max(peak, stats.get("bytes_limit", 0) // 2)
 
-    def rehearse(self, inputs: Inputs) -> None:
+    def rehearse(self, inputs: Inputs, state: TrainState) -> None:
         """Runs the programs of a step once, and forgets what they give. A device loads kernels and libraries when they
         are first used, which takes as long as some steps: better now than when all others wait.
         """
-        arrays = self.initial.arrays
+        arrays = state.arrays
         sums, marks = self._shard(*arrays.values(), *inputs[1:], self._no_marks)
         done = [self._add(sums, sums), self.means(sums), self._as_marks(self._fingerprint(arrays)), marks]
         if not self.donates:
@@ -188,8 +190,7 @@ class LocalProgram:
         """The state that the seed gives, once. Shapes are what is left here: a worker that begins with another state
         would else hold two of them for ever."""
         given = self.initial
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given.arrays)
-        self.initial = TrainState(given.step, given.samples, **shapes)
+        self.initial = TrainState(given.step, given.samples, **_shapes(given.arrays))
         return given
 
     # Called by the step, in this order.
@@ -376,6 +377,10 @@ def _parts(model: nnx.Module) -> tuple[Any, Any, Any, Any]:
     """A model's structure, parameters, random streams, and everything else."""
     graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
     return graphdef, params, streams, rest
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _ones(batch: Mapping[str, np.ndarray]) -> np.ndarray:
