@@ -15,7 +15,7 @@ class Kind(StrEnum):
     REFUSED = "refused"
 
 
-_SAFE = frozenset({"steps", "eval_every", "log_every", "tensorboard", "prefetch"})
+_SAFE = frozenset({"steps", "eval_every", "log_every", "tensorboard", "prefetch", "early_update"})
 _SAFE_GROUPS = ("faults.", "checkpoint.")
 _NUMBERS = frozenset({"faults.nonfinite", "faults.max_nonfinite_retries", "faults.max_skipped_steps"})
 
