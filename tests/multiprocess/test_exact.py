@@ -98,3 +98,13 @@ def test_kills_at_the_edges_of_runs_and_passes(tmp_path: Path, faults):
     with Job(tmp_path / "run", FAULTY, "--steps", str(LAST), workers=3, faults=faults) as job:
         assert job.finish() == 0, job.logs()
         assert_same(job, expected)
+
+
+def test_gradients_of_16_bits_come_to_the_same_whatever_dies(tmp_path: Path):
+    options = ("--set", "exchange_dtype=bfloat16")
+    expected = plain_run(tmp_path / "alone", LAST, *options)
+    faults = [fault(1, "exchange", 10), fault(0, "barrier", 20)]
+    with Job(tmp_path / "run", FAULTY, "--steps", str(LAST), *options, workers=3, faults=faults) as job:
+        assert job.finish() == 0, job.logs()
+        assert_same(job, expected)
+    assert expected["params_sha256"] != plain_run(tmp_path / "32 bits", LAST)["params_sha256"]

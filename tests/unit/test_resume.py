@@ -112,7 +112,7 @@ def test_every_setting_of_the_framework_has_a_class() -> None:
     assert kinds["seed"] is Kind.REFUSED
     numbers = {key for key, kind in kinds.items() if kind is Kind.NUMBERS}
     nonfinite = {"faults.nonfinite", "faults.max_nonfinite_retries", "faults.max_skipped_steps"}
-    assert numbers == {"batch_size", "batch_policy", "shards", "deterministic"} | nonfinite
+    assert numbers == {"batch_size", "batch_policy", "shards", "deterministic", "exchange_dtype"} | nonfinite
 
 
 def test_differences_come_in_the_order_of_their_weight() -> None:
