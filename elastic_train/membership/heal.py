@@ -147,6 +147,7 @@ class Healer:
         """
         leaves = self._treedef.flatten_up_to(state)
         turn = donors.index(rank) if rank in donors else 0
+        before: Sequence[jax.Array] = ()
         came: dict[int, list[jax.Array]] = {}
         for pack, programs in zip(self._packs, self._programs, strict=True):
             data = programs.join(*[leaves[piece.leaf] for piece in pack])
@@ -154,6 +155,9 @@ class Healer:
             for first in range(0, programs.size, self.stripe * len(donors)):
                 start = min(first + turn * self.stripe, programs.size - self.stripe)
                 rows = spread(programs.take(data, jax.device_put(np.int32(start), self._device)))
+                # One stripe is under way while the next one is made ready; more would only take memory.
+                jax.block_until_ready(before)
+                before = rows
                 for order, donor in enumerate(donors):
                     place = first + order * self.stripe
                     if healed is not None and place < programs.size:
@@ -167,4 +171,5 @@ class Healer:
                 came.setdefault(piece.leaf, []).append(part)
                 if piece.stop == math.prod(self._stored[piece.leaf].shape):
                     leaves[piece.leaf] = self._whole[piece.leaf](*came.pop(piece.leaf))
+        jax.block_until_ready(before)
         return jax.block_until_ready(jax.tree.unflatten(self._treedef, leaves))
