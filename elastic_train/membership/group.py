@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 MAX_JOINERS_PER_STEP = 8
@@ -53,9 +54,17 @@ class View:
         """A view of `members`, put in order."""
         return cls(epoch, tuple(sorted(members, key=lambda member: member.node)))
 
-    @property
+    @cached_property
     def nodes(self) -> tuple[int, ...]:
         return tuple(member.node for member in self.members)
+
+    @cached_property
+    def _identities(self) -> frozenset[Identity]:
+        return frozenset(self.members)
+
+    def has(self, identity: Identity) -> bool:
+        """Whether it is a member. The members are not walked over, as they are by `in view.members`."""
+        return identity in self._identities
 
     def rank(self, node: int) -> int:
         """Position of `node` among the members. Raises ValueError if it is none."""

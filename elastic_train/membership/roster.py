@@ -201,8 +201,10 @@ def _stepped(turn: Turn, worker: Worker, event: Stepped) -> None:
     if first_step is None and event.step > turn.roster.lost_step:
         first_step = event.step
     turn.set_worker(worker, step=event.step, first_step=first_step)
-    if first_step is not None and event.step - first_step + 1 >= turn.roster.limits.forgive_after_steps:
-        turn.set_slot(worker.identity.slot, failures=0)
+    slot = worker.identity.slot
+    has_earned = first_step is not None and event.step - first_step + 1 >= turn.roster.limits.forgive_after_steps
+    if has_earned and turn.roster.slots[slot].failures:
+        turn.set_slot(slot, failures=0)
     generations.renew_now(turn)
 
 
@@ -226,23 +228,24 @@ def _viewed(turn: Turn, worker: Worker, event: Viewed) -> None:
     """The members' agreement is what counts; the roster follows it."""
     view = event.view
     # One that the others have left behind, or that is no member yet, does not speak for them.
-    if not worker.member or worker.identity not in view.members:
+    if not worker.member or not view.has(worker.identity):
         return
     tell = {worker.identity.node}
     if view.epoch > turn.roster.view.epoch:
         tell.update(_follow(turn, view, event.step))
     # They may have been told of a death before it concerned them: before they were in a view with the dead.
-    for member in view.members:
-        if not turn.roster.is_living(member):
-            turn.emit(Abort(member, tuple(sorted(tell))))
+    roster = turn.roster
+    dead = roster.fallen if view == roster.view else [who for who in view.members if not roster.is_living(who)]
+    for member in dead:
+        turn.emit(Abort(member, tuple(sorted(tell))))
 
 
 def _follow(turn: Turn, view: View, step: int) -> tuple[int, ...]:
     """Takes over the members' new view. Returns the nodes of the joiners, who now learn it."""
-    left = tuple(member for member in turn.roster.members if member.identity not in view.members)
-    came = tuple(joiner for joiner in turn.roster.ready if joiner.identity in view.members)
-    gone = sorted({member.slot for member in turn.roster.view.members if member not in view.members})
-    turn.set(view=view)
+    left = tuple(member for member in turn.roster.members if not view.has(member.identity))
+    came = tuple(joiner for joiner in turn.roster.ready if view.has(joiner.identity))
+    gone = sorted({member.slot for member in turn.roster.view.members if not view.has(member)})
+    turn.set_view(view)
     for worker in left:
         slot, incarnation, _ = worker.identity
         turn.set_worker(worker, left=True)
@@ -263,20 +266,24 @@ def _follow(turn: Turn, view: View, step: int) -> tuple[int, ...]:
 def _form_if_due(turn: Turn) -> None:
     """Without any member the roster itself makes the first view, once those who can come are ready."""
     roster, limits = turn.roster, turn.roster.limits
-    ready = roster.ready
-    if roster.closing or roster.members or not ready:
+    num_ready = roster.num_ready
+    if roster.closing or roster.num_members or not num_ready:
         return
-    waited_for = sorted(set(roster.coming) - set(slots_of(ready)))
+    is_enough = num_ready >= limits.min_workers and not roster.grace
+    if num_ready < roster.num_coming and not is_enough:
+        return  # as happens with nearly everyone who gets ready
+    ready = slots_of(roster.ready)
+    waited_for = sorted(set(roster.coming) - set(ready))
     if not waited_for:
         _form(turn)
-    elif len(ready) >= limits.min_workers and not roster.grace:
+    elif is_enough:
         turn.set(grace=True)
         turn.emit(SetTimer("grace", limits.start_grace_s))
         show = (
-            f"{len(ready)} of {limits.num_slots} workers are ready; waiting up to {limits.start_grace_s:g} s "
+            f"{num_ready} of {limits.num_slots} workers are ready; waiting up to {limits.start_grace_s:g} s "
             f"for {name_slots(waited_for)}"
         )
-        turn.note("waiting", show, ready=slots_of(ready), waited_for=waited_for)
+        turn.note("waiting", show, ready=ready, waited_for=waited_for)
 
 
 def _form(turn: Turn) -> None:
@@ -286,7 +293,8 @@ def _form(turn: Turn) -> None:
         return
     view = View.of(turn.roster.view.epoch + 1, (worker.identity for worker in ready))
     step = max(turn.roster.carried.values(), default=0)
-    turn.set(view=view, grace=False, carried={}, returning=False)
+    turn.set(grace=False, carried={}, returning=False)
+    turn.set_view(view)
     for worker in ready:
         turn.set_worker(worker, state=WorkerState.MEMBER)
     _note_view(turn, step, slots_of(ready), ())
@@ -310,24 +318,27 @@ def _watch_floor(turn: Turn) -> None:
     roster, limits = turn.roster, turn.roster.limits
     if roster.ended or roster.finishing or (roster.floor is Floor.UNWATCHED and not roster.agents):
         return
-    below = len(roster.members) < limits.min_workers
-    missing = sorted(set(range(limits.num_slots)) - set(slots_of(roster.members)))
-    about = {"members": slots_of(roster.members), "missing": missing, "min_workers": limits.min_workers}
+    below = roster.num_members < limits.min_workers
     if below and roster.floor is Floor.UNWATCHED:
         turn.set(floor=Floor.STARTING)
         turn.emit(SetTimer("floor", limits.floor_timeout_s))
     elif below and roster.floor is Floor.REACHED:
         turn.set(floor=Floor.BELOW)
         show = (
-            f"{len(roster.members)} members, min_workers is {limits.min_workers}: pausing until enough of "
-            f"{name_slots(missing)} are back, at most {limits.floor_timeout_s:g} s"
+            f"{roster.num_members} members, min_workers is {limits.min_workers}: pausing until enough of "
+            f"{name_slots(roster.missing)} are back, at most {limits.floor_timeout_s:g} s"
         )
-        turn.note("below_floor", show, **about)
+        turn.note("below_floor", show, **_about_floor(roster))
         turn.emit(SetTimer("floor", limits.floor_timeout_s))
     elif not below and roster.floor is not Floor.REACHED:
         turn.set(floor=Floor.REACHED)
         if roster.floor is Floor.BELOW:
-            turn.note("floor_reached", f"{len(roster.members)} members again: going on", **about)
+            turn.note("floor_reached", f"{roster.num_members} members again: going on", **_about_floor(roster))
+
+
+def _about_floor(roster: Roster) -> dict[str, object]:
+    members, limits = slots_of(roster.members), roster.limits
+    return {"members": members, "missing": roster.missing, "min_workers": limits.min_workers}
 
 
 def _timer_over(turn: Turn, event: TimerOver) -> None:
@@ -351,7 +362,7 @@ def _grace_over(turn: Turn) -> None:
     if not roster.grace:
         return
     turn.set(grace=False)
-    if not roster.members and not roster.closing and len(roster.ready) >= roster.limits.min_workers:
+    if not roster.num_members and not roster.closing and roster.num_ready >= roster.limits.min_workers:
         _form(turn)
 
 
@@ -359,10 +370,9 @@ def _floor_over(turn: Turn) -> None:
     roster, limits = turn.roster, turn.roster.limits
     if roster.floor is Floor.REACHED:
         return
-    missing = sorted(set(range(limits.num_slots)) - set(slots_of(roster.members)))
     message = (
         f"gave up: fewer than {limits.min_workers} members (min_workers) for {limits.floor_timeout_s:g} s "
-        f"(faults.floor_timeout_s); missing: {name_slots(missing)}."
+        f"(faults.floor_timeout_s); missing: {name_slots(roster.missing)}."
     )
     turn.end(4, "gave_up", *with_first_traceback(roster, message))
 
@@ -404,7 +414,7 @@ def _stop_asked(turn: Turn, event: StopAsked) -> None:
     show = f"stopping after the next commit ({event.reason}); once more stops at once"
     turn.note("stop_asked", show, reason=event.reason)
     turn.emit(AskStop(nodes_of(members), now=False, reason=event.reason))
-    if turn.roster.ready:
+    if turn.roster.num_ready:
         turn.announce()
 
 
@@ -413,10 +423,10 @@ def refuse_drain(roster: Roster, slot: int) -> str:
     limits = roster.limits
     if not 0 <= slot < limits.num_slots:
         return f"there is no slot {slot}: the job has slots 0 to {limits.num_slots - 1}"
-    if slot not in roster.coming:
+    if not roster.is_coming(slot):
         return f"slot {slot} is not filled any more: it was drained or given up"
-    if len(roster.coming) - 1 < limits.min_workers:
-        left = len(roster.coming) - 1
+    left = roster.num_coming - 1
+    if left < limits.min_workers:
         floor = f"min_workers is {limits.min_workers}"
         return f"without slot {slot} {left} workers would be left, and {floor}; stop the job instead"
     return ""
@@ -447,20 +457,19 @@ def _finished(turn: Turn, worker: Worker, event: Finished) -> None:
         turn.end(3, "failed", *with_first_traceback(turn.roster, message))
     elif not turn.roster.finishing:
         turn.set(finishing=event.status)
-        if turn.roster.ready:
+        if turn.roster.num_ready:
             turn.announce()
 
 
 def _end_if_over(turn: Turn) -> None:
     roster = turn.roster
-    unfinished = [member for member in roster.members if not member.finished]
     if roster.ended:
         return
-    if roster.finishing and not unfinished:
-        if roster.living:
-            turn.emit(AskStop(nodes_of(roster.living), now=True, reason=roster.finishing))
+    if roster.finishing and not roster.num_training:
+        if living := roster.living:
+            turn.emit(AskStop(nodes_of(living), now=True, reason=roster.finishing))
         stopped = roster.finishing == "stopped"
         turn.end(130 if stopped else 0, roster.finishing, "stopped after a commit" if stopped else "done")
-    elif roster.stopping and not roster.members:
+    elif roster.stopping and not roster.num_members:
         message = "all members died before they could agree on a stop; the newest checkpoint is what is left"
         turn.end(130, "stopped", message)

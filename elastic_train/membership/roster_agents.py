@@ -129,7 +129,7 @@ def start(turn: Turn, slot: int) -> None:
     roster = turn.roster
     agent = next((name for name, slots in roster.agents.items() if slot in slots), None)
     worker = roster.workers.get(slot)
-    if agent is None or roster.closing or slot not in roster.coming or (worker and worker.living):
+    if agent is None or roster.closing or not roster.is_coming(slot) or (worker and worker.living):
         return
     if roster.next_node >= roster.limits.num_nodes:
         number = roster.limits.num_nodes - 1
@@ -142,7 +142,7 @@ def start(turn: Turn, slot: int) -> None:
     turn.set_worker(Worker(identity, agent, WorkerState.STARTING))
     # Written down before it is done: the next generation counts incarnations on from what is written.
     turn.note("worker_starting", agent=agent, **identity._asdict())
-    turn.emit(Start(agent, identity, restore=slot in roster.carried and not roster.members))
+    turn.emit(Start(agent, identity, restore=slot in roster.carried and not roster.num_members))
 
 
 def _wait(dead: Iterable[Worker]) -> str:

@@ -33,15 +33,17 @@ def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: st
     All tombstones come before any abort: a member that is thrown out of a collective must find the barrier
     already without the dead.
     """
-    had_members = bool(turn.roster.members)
+    had_members = turn.roster.num_members > 0
     for worker in dead:
         turn.set_worker(worker, state=WorkerState.DEAD)
+    fallen = {*turn.roster.fallen, *(worker.identity for worker in dead if turn.roster.view.has(worker.identity))}
+    turn.set(fallen=tuple(sorted(fallen, key=lambda identity: identity.node)))
     for worker in dead:
         turn.emit(Tombstone(worker.identity))
-    members = turn.roster.members
+    members = nodes_of(turn.roster.members)
     for worker in dead:
         if members:
-            turn.emit(Abort(worker.identity, nodes_of(members)))
+            turn.emit(Abort(worker.identity, members))
     for worker in dead:
         # The worker's own last report is older than its last commit; the members say after which step they go on.
         show = f"{title(worker.identity)} died ({worker.state}): {reason}" + (f"\n{traceback}" if traceback else "")
@@ -87,9 +89,9 @@ def _give_up(turn: Turn, number: int) -> None:
         f"{slot.exit_code}; {limits.max_restarts} restarts are allowed (faults.max_restarts)"
     )
     turn.note("slot_given_up", show, slot=number, failures=slot.failures, exit_code=slot.exit_code)
-    left = turn.roster.coming
-    if len(left) >= limits.min_workers:
+    if turn.roster.num_coming >= limits.min_workers:
         return
+    left = turn.roster.coming
     gone = (n for n in range(limits.num_slots) if n not in left and n in turn.roster.slots)
     codes = {n: turn.roster.slots[n].exit_code for n in gone}
     message = (
@@ -114,10 +116,10 @@ def failed(turn: Turn, event: Failed) -> None:
     if not event.startup or turn.roster.ever_ready:
         return
     turn.set_slot(number, startup_failed=True)
-    coming = turn.roster.coming
-    if all(slot.startup_failed for n, slot in turn.roster.slots.items() if slot.starts and n in coming):
+    roster = turn.roster
+    if all(slot.startup_failed for n, slot in roster.slots.items() if slot.starts and roster.is_coming(n)):
         message = "the user's code failed on every worker before training began."
-        turn.end(3, "failed", *with_first_traceback(turn.roster, message))
+        turn.end(3, "failed", *with_first_traceback(roster, message))
 
 
 def _failed_for_good(turn: Turn, number: int, step: int) -> None:

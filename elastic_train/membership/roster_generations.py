@@ -21,7 +21,7 @@ RENEW_LIMIT_S = 10.0
 def take_carried(turn: Turn, event: AgentJoined) -> None:
     """Notes which states an agent offers. They count while nobody is a member: whoever is may have a newer one."""
     roster = turn.roster
-    if not event.carried or roster.members:
+    if not event.carried or roster.num_members:
         return
     view = View(max(roster.view.epoch, event.epoch), ())
     turn.set(carried={**roster.carried, **event.carried}, view=view)
@@ -48,7 +48,7 @@ def renew_now(turn: Turn) -> None:
 
 def watch(turn: Turn) -> None:
     """Below the floor no step is committed that could be waited for."""
-    if len(turn.roster.members) < turn.roster.limits.min_workers:
+    if turn.roster.num_members < turn.roster.limits.min_workers:
         renew_now(turn)
 
 
@@ -107,9 +107,11 @@ def resize(turn: Turn, event: ResizeAsked) -> tuple[int, ...]:
 
 def find_room(turn: Turn, slots: Iterable[int]) -> None:
     """Gives those slots that no agent has offered to agents with room for more."""
+    offered = (*turn.roster.agents.values(), *turn.roster.standby.values())
+    known = {slot for slots in offered for slot in slots}
     for slot in slots:
         roster = turn.roster
-        if any(slot in slots for slots in (*roster.agents.values(), *roster.standby.values())):
+        if slot in known:
             continue
         agent = next((name for name in roster.agents if roster.spare.get(name, 0) > 0), None)
         if agent is not None:

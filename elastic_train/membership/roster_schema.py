@@ -9,8 +9,8 @@ from elastic_train.membership.schema import MAX_SHOWN, Schema, describe, differe
 
 def refuse_if_different(turn: Turn, worker: Worker) -> bool:
     """Compares a worker that is ready with the members, if there are any. Returns whether it was refused."""
-    members = turn.roster.members
-    return bool(members) and _refused(turn, worker, members[0].schema)
+    member = turn.roster.first_member
+    return member is not None and _refused(turn, worker, member.schema)
 
 
 def refuse_minority(turn: Turn) -> None:

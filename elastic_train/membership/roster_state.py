@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.roster_events import Action, Announce, End, Note
+from elastic_train.membership.table import Table
 
 
 class WorkerState(StrEnum):
@@ -52,6 +54,10 @@ class Worker:
     def member(self) -> bool:
         return self.state is WorkerState.MEMBER and not self.left
 
+    @property
+    def ready(self) -> bool:
+        return self.state is WorkerState.READY and not self.left
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -67,6 +73,21 @@ class Slot:
     shown: str = ""  # the error that was shown last
     failed_step: int | None = None  # the step whose failures a worker of this slot left for last
     refused: str = ""  # what was said when a worker of this slot was refused last
+
+    @property
+    def gone(self) -> bool:
+        """It is not filled any more."""
+        return self.given_up or self.drained
+
+
+WORKERS: Mapping[str, Callable[[Worker], bool]] = {
+    "living": lambda worker: worker.living,
+    "member": lambda worker: worker.member,
+    "training": lambda worker: worker.member and not worker.finished,
+    "ready": lambda worker: worker.ready,
+}
+SLOTS: Mapping[str, Callable[[Slot], bool]] = {"gone": lambda slot: slot.gone}
+"""What is asked of workers and slots with every event, and must not take a walk over all of them."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +112,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Roster:
-    """The state. `workers` holds the newest start of each slot that was ever started."""
+    """The state. `workers` holds the newest start of each slot that was ever started.
+
+    Most events concern one worker, and there are as many of them as workers. So what is done with every event must not
+    walk over all: it asks for numbers (`num_…`), which cost nothing, and not for tuples (`living`, `members`, `ready`,
+    `coming`), which are made when they are asked for.
+    """
 
     limits: Limits
     agents: dict[str, tuple[int, ...]] = field(default_factory=dict)  # whose slots these are
@@ -99,9 +125,10 @@ class Roster:
     spare: dict[str, int] = field(default_factory=dict)  # how many slots more an agent could fill
     carried: dict[int, int] = field(default_factory=dict)  # slots whose state an agent holds, and its step
     leaving: frozenset[str] = frozenset()  # agents that were asked to end; their workers are on their way out
-    workers: dict[int, Worker] = field(default_factory=dict)
-    slots: dict[int, Slot] = field(default_factory=dict)
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    slots: Mapping[int, Slot] = field(default_factory=dict)
     view: View = field(default_factory=lambda: View(0, ()))
+    fallen: tuple[Identity, ...] = ()  # members of `view` that are dead
     next_node: int = 1
     ever_ready: bool = False  # some worker has been ready
     grace: bool = False  # the grace timer runs
@@ -115,25 +142,70 @@ class Roster:
     finishing: str = ""  # the first status reported by a member that finished
     ended: bool = False
 
+    def __post_init__(self) -> None:
+        for name, kinds in (("workers", WORKERS), ("slots", SLOTS)):
+            given = getattr(self, name)
+            if not isinstance(given, Table):
+                object.__setattr__(self, name, Table(kinds, given))
+
     @property
     def living(self) -> tuple[Worker, ...]:
         """All workers that are not dead, in ascending order of slots."""
-        return tuple(worker for _, worker in sorted(self.workers.items()) if worker.living)
+        return self._workers_of("living")
 
     @property
     def members(self) -> tuple[Worker, ...]:
         """All living members, joiners that were told their view included."""
-        return tuple(worker for worker in self.living if worker.member)
+        return self._workers_of("member")
 
     @property
     def ready(self) -> tuple[Worker, ...]:
-        return tuple(worker for worker in self.living if worker.state is WorkerState.READY and not worker.left)
+        return self._workers_of("ready")
+
+    @property
+    def first_member(self) -> Worker | None:
+        """The one of the lowest slot."""
+        slots = self._slots_of("member")
+        return self.workers[slots[0]] if slots else None
+
+    @property
+    def num_members(self) -> int:
+        return len(self._slots_of("member"))
+
+    @property
+    def num_training(self) -> int:
+        """Members that have not finished."""
+        return len(self._slots_of("training"))
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._slots_of("ready"))
 
     @property
     def coming(self) -> tuple[int, ...]:
         """Slots that are filled or can still be: all that were neither given up nor drained."""
-        slots = {n: self.slots.get(n, Slot()) for n in range(self.limits.num_slots)}
-        return tuple(n for n, slot in slots.items() if not slot.given_up and not slot.drained)
+        return tuple(slot for slot in range(self.limits.num_slots) if self.is_coming(slot))
+
+    @property
+    def num_coming(self) -> int:
+        assert isinstance(self.slots, Table)
+        return self.limits.num_slots - bisect_left(self.slots.of("gone"), self.limits.num_slots)
+
+    def is_coming(self, slot: int) -> bool:
+        known = self.slots.get(slot)
+        return 0 <= slot < self.limits.num_slots and (known is None or not known.gone)
+
+    @property
+    def missing(self) -> list[int]:
+        """Slots without a member."""
+        return sorted(set(range(self.limits.num_slots)) - set(self._slots_of("member")))
+
+    def _workers_of(self, kind: str) -> tuple[Worker, ...]:
+        return tuple(self.workers[slot] for slot in self._slots_of(kind))
+
+    def _slots_of(self, kind: str) -> tuple[int, ...]:
+        assert isinstance(self.workers, Table)
+        return self.workers.of(kind)
 
     @property
     def closing(self) -> bool:
@@ -168,13 +240,18 @@ class Turn:
 
     def set_worker(self, worker: Worker, **changes: object) -> None:
         workers = self.roster.workers
-        self.set(workers={**workers, worker.identity.slot: replace(worker, **changes)})
+        assert isinstance(workers, Table)
+        self.set(workers=workers.put(worker.identity.slot, replace(worker, **changes)))
 
     def set_slot(self, number: int, **changes: object) -> Slot:
         slots = self.roster.slots
+        assert isinstance(slots, Table)
         slot = replace(slots.get(number, Slot()), **changes)
-        self.set(slots={**slots, number: slot})
+        self.set(slots=slots.put(number, slot))
         return slot
+
+    def set_view(self, view: View) -> None:
+        self.set(view=view, fallen=tuple(member for member in view.members if not self.roster.is_living(member)))
 
     def announce(self) -> None:
         """Tells the members the whole list of joiners; it is empty when nobody shall be admitted any more."""

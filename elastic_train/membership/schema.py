@@ -44,6 +44,8 @@ class Difference(NamedTuple):
 
 def differences(members: Schema, joiner: Schema) -> list[Difference]:
     """Everything in which a joiner differs, in the order of what is likely to be the cause."""
+    if members == joiner:
+        return []
     found = []
     for key in sorted({*members, *joiner}, key=_rank):
         ours, theirs = members.get(key, ABSENT), joiner.get(key, ABSENT)
