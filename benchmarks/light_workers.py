@@ -68,7 +68,8 @@ class TimedLink(Link):
         super()._receive(message)
         match message.WhichOneof("message"):
             case "abort":
-                self.arrivals.add("abort", message.abort.node)
+                for node in message.abort.nodes:
+                    self.arrivals.add("abort", node)
             case "candidates":
                 for joiner in message.candidates.joiners:
                     self.arrivals.add("candidate", joiner.node)

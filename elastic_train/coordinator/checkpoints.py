@@ -24,7 +24,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        tell_all: Callable[[control_pb2.ToWorker], None],
+        tell_all: Callable[[control_pb2.ToWorker], object],
         event: Callable[..., object],
         show: Callable[[str], None],
         has_checkpoints: bool,

@@ -354,7 +354,7 @@ class Link:
                 case "form":
                     self._formed = wire.view_value(message.form.view)
                 case "abort":
-                    self.dead |= {message.abort.node}
+                    self.dead |= frozenset(message.abort.nodes)
                 case "stop":
                     self.stop_requested = message.stop.reason
                     if message.stop.now:
@@ -364,7 +364,8 @@ class Link:
                         self._unacknowledged.popleft()
             self._changed.notify_all()
         if kind == "abort":
-            self.on_abort(message.abort.node)
+            for node in message.abort.nodes:
+                self.on_abort(node)
         elif kind == "stop" and message.stop.now:
             self.on_stopped_now(message.stop.reason)
         elif kind == "expect":

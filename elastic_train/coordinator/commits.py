@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from elastic_train.coordinator.loop import EventLoop
 
 ACK_INTERVAL_S = 0.2
+ACKS_PER_S = 1000
+"""How many workers are told in a second at most; with more than 200 the interval is longer."""
+
 GAP_TIMEOUT_S = 10.0
 """How long to wait for records that other members may still send, before they count as lost."""
 
@@ -34,7 +37,8 @@ class Commits:
     """Hands records on. Used from the event loop's thread only.
 
     Args:
-      acknowledge: told, at most five times a second, up to which step everything is on disk.
+      acknowledge: told, at most five times a second, up to which step everything is on disk; says how many workers
+        that went to.
       lost: told the first and the last step whose records nobody has.
     """
 
@@ -42,7 +46,7 @@ class Commits:
         self,
         loop: EventLoop,
         records: Records,
-        acknowledge: Callable[[int], None],
+        acknowledge: Callable[[int], int],
         lost: Callable[[int, int], None],
     ) -> None:
         self._loop = loop
@@ -50,6 +54,7 @@ class Commits:
         self._acknowledge = acknowledge
         self._lost = lost
         self._written_step = 0
+        self._interval_s = ACK_INTERVAL_S
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
         for record in records:
@@ -60,7 +65,7 @@ class Commits:
             self._written_step = records[-1]["step"]
         # Also after records that were known already: who sends them has missed an acknowledgement.
         if not self._loop.waits_for("acknowledge"):
-            self._loop.after("acknowledge", ACK_INTERVAL_S, self._send_acknowledgement)
+            self._loop.after("acknowledge", self._interval_s, self._send_acknowledgement)
         if self._records.gap is None:
             self._loop.cancel("gap")
         elif not self._loop.waits_for("gap"):
@@ -68,9 +73,9 @@ class Commits:
 
     def _send_acknowledgement(self) -> None:
         step = self._records.flushed_step
-        self._acknowledge(step)
+        self._interval_s = max(ACK_INTERVAL_S, self._acknowledge(step) / ACKS_PER_S)
         if step < self._written_step:
-            self._loop.after("acknowledge", ACK_INTERVAL_S, self._send_acknowledgement)
+            self._loop.after("acknowledge", self._interval_s, self._send_acknowledgement)
 
     def _skip_gap(self) -> None:
         if gap := self._records.gap:

@@ -250,10 +250,10 @@ class Form(_message.Message):
     def __init__(self, view: _Optional[_Union[View, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("node",)
-    NODE_FIELD_NUMBER: _ClassVar[int]
-    node: int
-    def __init__(self, node: _Optional[int] = ...) -> None: ...
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, nodes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Evict(_message.Message):
     __slots__ = ("reason",)

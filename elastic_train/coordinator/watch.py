@@ -69,9 +69,9 @@ class Watch:
         self._looked = now
         training = [worker for worker in roster.members if not worker.finished]
         self._follow(training, now)
-        watched = [worker for worker in training if worker.identity not in self._condemned]
+        watched = [worker.identity for worker in training if worker.identity not in self._condemned]
         judgement = judge_members(
-            [self._sign(worker.identity, now) for worker in watched],
+            [self._sign(identity, now) for identity in watched],
             self._deadlines,
             step_time_s=self._reports.step_time_s,
             unchanged_s=now - max(self._changed_at, self._awake_since),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from elastic_train.coordinator import control_pb2
 from elastic_train.membership.group import Identity, View
@@ -18,6 +19,9 @@ HANDSHAKE_MS = 5000
 
 IDLE_MS = 30_000
 """After this long a connection is closed on which no call is open. Agents and workers always have one."""
+
+NUM_VIEWS = 8
+"""How many views are kept with their messages. All members report each; with many members it takes long to make one."""
 
 Options = list[tuple[str, int]]
 
@@ -81,9 +85,17 @@ def identity_messages(identities: Sequence[Identity]) -> list[control_pb2.Identi
     return [identity_message(identity) for identity in identities]
 
 
+@lru_cache(NUM_VIEWS)
 def view_message(view: View) -> control_pb2.View:
     return control_pb2.View(epoch=view.epoch, members=identity_messages(view.members))
 
 
 def view_value(message: control_pb2.View) -> View:
+    """The view that a message holds; of equal messages one and the same."""
+    return _view_value(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(NUM_VIEWS)
+def _view_value(data: bytes) -> View:
+    message = control_pb2.View.FromString(data)
     return View(message.epoch, tuple(identity_value(member) for member in message.members))

@@ -143,10 +143,10 @@ class Roster:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        for name, kinds in (("workers", WORKERS), ("slots", SLOTS)):
-            given = getattr(self, name)
-            if not isinstance(given, Table):
-                object.__setattr__(self, name, Table(kinds, given))
+        if not isinstance(self.workers, Table):
+            object.__setattr__(self, "workers", Table(WORKERS, self.workers))
+        if not isinstance(self.slots, Table):
+            object.__setattr__(self, "slots", Table(SLOTS, self.slots))
 
     @property
     def living(self) -> tuple[Worker, ...]:

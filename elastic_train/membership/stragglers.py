@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 MIN_EXCESS_S = 0.05
 """A member that costs less than this per step is no straggler: a short step's time is mostly chance."""
@@ -56,12 +56,23 @@ def paces(window: Mapping[int, Work]) -> dict[int, Pace]:
     if len(window) < 2 or any(work.num_shards <= 0 or work.num_steps <= 0 for work in window.values()):
         return {}
     shard_s = {name: work.seconds / work.num_shards for name, work in window.items()}
+    ordered = sorted(shard_s.values())
     found = {}
     for name, work in window.items():
-        others_s = median(value for other, value in shard_s.items() if other != name)
+        others_s = _median_without(ordered, shard_s[name])
         excess_s = (shard_s[name] - others_s) * work.num_shards / work.num_steps
         found[name] = Pace(shard_s[name], others_s, excess_s)
     return found
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of values in ascending order, one `value` left out."""
+    place = bisect_left(ordered, value)
+    number = len(ordered) - 1
+    # The places in the middle; behind the value that is left out all have moved by one.
+    middle = ((number - 1) // 2, number // 2)
+    low, high = (ordered[index + (index >= place)] for index in middle)
+    return (low + high) / 2
 
 
 @dataclass(frozen=True)

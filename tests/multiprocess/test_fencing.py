@@ -132,7 +132,7 @@ def assert_zombies_change_nothing(job: RealJob, zombies: list[Worker], members: 
     roster = job.coordinator.roster
     assert [record["step"] for record in job.commits] == [1], "a zombie's record entered the ledger"
     assert roster.view == view
-    assert not roster.finishing and not job.coordinator._finished
+    assert not roster.finishing and not job.coordinator._ending.finished
     assert job.coordinator.status()["step"] <= 1
     assert [worker.state for worker in roster.members] == [WorkerState.MEMBER] * 2
     for zombie in zombies:
@@ -184,7 +184,7 @@ def test_row_06_an_old_incarnation_cannot_say_hello_in_place_of_the_new_one(job:
     worker.link.failed(0, fatal=False, startup=False, traceback="still heard")
     job.notes_named("user_code_failed", right)
     assert not any(isinstance(event, r.Silent) and event.identity == right for event in job.events)
-    assert job.coordinator._workers[right.node] is not None
+    assert job.coordinator._connections.workers[right.node] is not None
 
 
 def test_row_06_a_second_worker_with_the_same_identity_is_refused(job: RealJob) -> None:
