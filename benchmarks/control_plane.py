@@ -46,6 +46,7 @@ SCHEMA = {f"state/params/layer_{number}/kernel": "float32[1024,1024]" for number
 
 FITTED = ("barrier_s", "abort_last_s", "announce_last_s", "form_s", "all_connected_s", "rss_mib", "training_cpu_share")
 WINDOW_S = 3.0
+REST_S, REST_LIMIT_S = 0.3, 10.0
 LIMIT_S = 180.0
 
 
@@ -87,6 +88,7 @@ def measure(num: int, arguments: argparse.Namespace, directory: Path) -> dict[st
         workers.call("train", True)
         found["training_cpu_share"] = usage.share()
         workers.call("train", False)
+        usage.rest(found["idle_cpu_share"])
         found |= measure_losses(workers, agent, view, arguments.rounds, usage)
         found["connections_lost"] = [reason for lost in workers.call("close") for reason in lost]
         return found
@@ -135,6 +137,7 @@ def measure_losses(workers: Divided, agent: Agent, view: View, rounds: int, usag
         dead = view.members[len(view.members) // 2]
         rest = tuple(member for member in view.members if member != dead)
         workers.call("disconnect", dead.node)
+        usage.rest()
         cpu, began = usage.cpu_s(), time.monotonic()
         agent.exited(dead)
         heard = workers.arrived("abort", dead.node, [member.node for member in rest])
@@ -147,6 +150,7 @@ def measure_losses(workers: Divided, agent: Agent, view: View, rounds: int, usag
 
         joiner = agent.next_start()
         workers.connect([joiner])
+        usage.rest()
         cpu, began = usage.cpu_s(), time.monotonic()
         workers.ready(joiner.node, SCHEMA)
         heard = workers.arrived("candidate", joiner.node, view.nodes)
@@ -267,6 +271,7 @@ class Usage:
 
     def __init__(self, coordinator: Process) -> None:
         self._coordinator = coordinator
+        self._idle_share = 0.0
 
     def cpu_s(self) -> float:
         """Processor time so far, in seconds."""
@@ -278,6 +283,16 @@ class Usage:
         cpu, began = self.cpu_s(), time.monotonic()
         time.sleep(WINDOW_S)
         return round((self.cpu_s() - cpu) / (time.monotonic() - began), 4)
+
+    def rest(self, idle_share: float | None = None) -> None:
+        """Waits until it has done what was asked of it before: takes hardly more than while nothing is asked."""
+        self._idle_share = self._idle_share if idle_share is None else idle_share
+        deadline = time.monotonic() + REST_LIMIT_S
+        share = 1.0
+        while share > 1.5 * self._idle_share + 0.05 and time.monotonic() < deadline:
+            cpu, began = self.cpu_s(), time.monotonic()
+            time.sleep(REST_S)
+            share = (self.cpu_s() - cpu) / (time.monotonic() - began)
 
     def memory(self) -> dict[str, float]:
         found = usage(self._coordinator.pid)
