@@ -36,6 +36,7 @@ _LEAST = {
     "compile_ahead": 0,
     "max_coordinator_restarts": 0,
     "node_ids": 0,
+    "warm_spares": 0,
 }
 
 
@@ -84,6 +85,8 @@ class FaultConfig:
       node_ids: how many starts of workers one generation has room for; 0 takes 32 for each worker, at least 255, and
         with many workers at most 512, or four for each.
         When they are used, the next generation begins.
+      warm_spares: how many processes each host holds ready that have imported everything, the recipe too. A worker
+        that must be started then is one of these, if there is one; see docs/operations.md.
       step_timeout_s: how long reading data, computing or updating may take within one step, at least; a worker that
         takes longer is killed and replaced.
       step_timeout_factor: the same as a multiple of the median step time; the longer of the two counts.
@@ -118,6 +121,7 @@ class FaultConfig:
     max_coordinator_restarts: int = 5
     coordinator_restart_window_s: float = 600.0
     node_ids: int = 0
+    warm_spares: int = 0
     step_timeout_s: float = 120.0
     step_timeout_factor: float = 10.0
     first_step_timeout_s: float = 600.0

@@ -68,7 +68,7 @@ def backends_initialized() -> bool:
 def connect_worker(
     *, address: str, node: int, num_nodes: int, heartbeat_timeout_s: float, tls: Mapping[str, str], own_address: str
 ) -> None:
-    """Makes this process node `node` of the coordination service at `address`, and creates the backend.
+    """Makes this process node `node` of the coordination service at `address`; `create_backend` follows.
 
     On CPU, collectives listen at `own_address`, and tell it to the other members: left to itself gloo takes what the
     machine's own name resolves to, which other hosts often cannot reach. NCCL finds its interfaces itself.
@@ -100,6 +100,12 @@ def connect_worker(
     client.connect()
     state.client = client
     _listen_at(own_address, client)
+
+
+def create_backend() -> None:
+    """Creates the backend, which takes its place in the coordination service."""
+    import jax
+
     jax.local_devices()
 
 

@@ -24,6 +24,7 @@ from elastic_train.membership.live import Group, Trace
 from elastic_train.outside import Outside
 from elastic_train.recipe import Recipe
 from elastic_train.state import Device, params_sha256, state_sha256
+from elastic_train.telemetry.phase_times import PhaseTimes
 from elastic_train.training import OwnCodeFails, Result, Training, write_params
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Coordinator(Outside, Protocol):
     dead: frozenset[int]
     stopped_now: threading.Event
 
-    def ready(self, schema: Mapping[str, str]) -> None: ...
+    def ready(self, schema: Mapping[str, str], start_s: Mapping[str, float] | None = None) -> None: ...
     def finished(
         self,
         status: str,
@@ -141,6 +142,7 @@ def prepare_member(
     leave_requested: threading.Event,
     checkpoints: str,
     trace: Trace | None = None,
+    times: PhaseTimes | None = None,
 ) -> Training:
     """Does everything slow, so that the worker stalls nobody when it is admitted.
 
@@ -153,6 +155,7 @@ def prepare_member(
       leave_requested: set when this worker alone was asked to leave.
       checkpoints: the checkpoint directory.
       trace: told of every barrier.
+      times: told when the parts of it begin, see `Recipe`.
 
     Raises what the user's code raises.
     """
@@ -160,7 +163,7 @@ def prepare_member(
     for device in sorted(jax.devices(), key=lambda device: device.id, reverse=True):
         devices[device.process_index] = device
     link.phase("prepare", 0)
-    recipe = Recipe(trainer, devices[me.node])
+    recipe = Recipe(trainer, devices[me.node], times)
     sockets = None
     if devices[me.node].platform == "cpu":
         sockets = GlooSockets(lambda local, remote: bool({local[1], remote[1]} & own_ports))
@@ -182,7 +185,12 @@ def prepare_member(
 
 
 def run_member(
-    training: Training, link: Coordinator, me: Identity, run_dir: Path, code: Mapping[str, str] | None = None
+    training: Training,
+    link: Coordinator,
+    me: Identity,
+    run_dir: Path,
+    code: Mapping[str, str] | None = None,
+    start_s: Mapping[str, float] | None = None,
 ) -> int:
     """Waits for admission, trains to the end, and reports it. Returns the process's exit code.
 
@@ -190,9 +198,10 @@ def run_member(
 
     Args:
       code: digests of the recipe's files, which must be the same on all members.
+      start_s: what this worker's start took, by part.
     """
     code_entries = {f"code/{path}": digest for path, digest in (code or {}).items()}
-    link.ready({**training.schema, **code_entries, **_version_entries()})
+    link.ready({**training.schema, **code_entries, **_version_entries()}, start_s)
     link.phase("ready", training.state.step)
     view = _admission(link, me)
     if view is None:

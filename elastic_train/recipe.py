@@ -17,6 +17,7 @@ from elastic_train.membership.heal import Healer
 from elastic_train.state import Device, TrainState, key_path_leaves
 from elastic_train.step.evaluate import Evaluator
 from elastic_train.step.local import LocalProgram
+from elastic_train.telemetry.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from elastic_train.trainer import Trainer
@@ -25,28 +26,35 @@ MAX_IDS_SHOWN = 16
 
 
 class Recipe:
-    """A trainer made ready on this worker's device: model, compiled programs, open data. Slow; needs no peers."""
+    """A trainer made ready on this worker's device: model, compiled programs, open data. Slow; needs no peers.
 
-    def __init__(self, trainer: Trainer, device: Device) -> None:
+    Args:
+      trainer: what to train.
+      device: where.
+      times: told when the parts of it begin: "data", "model", "compile".
+    """
+
+    def __init__(self, trainer: Trainer, device: Device, times: PhaseTimes | None = None) -> None:
         config: Config = trainer.config
         self.trainer, self.config, self.device = trainer, config, device
         # Sources are opened and read in one and the same thread, evaluation data too: some cannot bear another.
         self._prefetcher = Prefetcher(self._read_now, config.prefetch, self._describe)
         try:
-            self._prepare(trainer, device)
+            self._prepare(trainer, device, times or PhaseTimes())
         except BaseException:
             self.close()
             raise
 
-    def _prepare(self, trainer: Trainer, device: Device) -> None:
+    def _prepare(self, trainer: Trainer, device: Device, times: PhaseTimes) -> None:
         config = self.config
+        times.enter("data")
         self._source, num_samples = self._prefetcher.call(lambda: _opened(trainer.train_data(), "train_data"))
         self.batches = batches(config.batch_policy, num_samples, config.batch_size, config.shards, config.seed)
         self._eval_source, num_eval = self._prefetcher.call(lambda: _opened(trainer.eval_data(), "eval_data"))
         rows = self.batches.rows
         batch, weight = self.read(0, 0)
         eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
-        self.local = LocalProgram(trainer, device, batch, eval_batch)
+        self.local = LocalProgram(trainer, device, batch, eval_batch, times)
         if device.platform != "cpu":
             self.local.rehearse(self.local.place(0, 0, batch, weight), self.local.initial)
         self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None

@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 
 from elastic_train.errors import StatesDifferError
-from elastic_train.membership.group import VOTE_SIZE, Agreed, Commit, Differ, Identity, Shrink, View, Vote, signed
+from elastic_train.membership.group import (
+    VOTE_SIZE,
+    Agreed,
+    Commit,
+    Differ,
+    Identity,
+    Shrink,
+    View,
+    Vote,
+    name_slots,
+    signed,
+)
 from elastic_train.membership.live import Group, leave
 from elastic_train.membership.reconcile import (
     STANDING_SIZE,
@@ -23,7 +34,6 @@ from elastic_train.membership.reconcile import (
     pack,
     unpack,
 )
-from elastic_train.membership.roster_state import name_slots
 from elastic_train.outside import Outside
 from elastic_train.recipe import Recipe
 from elastic_train.state import TrainState

@@ -150,10 +150,10 @@ class Link:
             f"slot {self.identity.slot}'s worker cannot join the coordinator at {self._address}: {reason}"
         )
 
-    def ready(self, schema: Mapping[str, str]) -> None:
+    def ready(self, schema: Mapping[str, str], start_s: Mapping[str, float] | None = None) -> None:
         """Everything slow is done: this worker could join at once. `schema` says what it runs; see
-        `membership.schema`."""
-        self._send(control_pb2.FromWorker(ready=control_pb2.Ready(schema=schema)))
+        `membership.schema`. `start_s`: what its start took, by part."""
+        self._send(control_pb2.FromWorker(ready=control_pb2.Ready(schema=schema, start_s=start_s)))
 
     def noted(self, event: str, show: str, **fields: object) -> None:
         """A line for the events, and one for the display. `fields` hold JSON."""

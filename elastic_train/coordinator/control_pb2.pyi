@@ -63,7 +63,7 @@ class Hello(_message.Message):
     def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., versions: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("schema",)
+    __slots__ = ("schema", "start_s")
     class SchemaEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -71,9 +71,18 @@ class Ready(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class StartSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
     schema: _containers.ScalarMap[str, str]
-    def __init__(self, schema: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    start_s: _containers.ScalarMap[str, float]
+    def __init__(self, schema: _Optional[_Mapping[str, str]] = ..., start_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Noted(_message.Message):
     __slots__ = ("event", "fields", "show")
@@ -318,12 +327,14 @@ class AgentLeaving(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("identity", "pid")
+    __slots__ = ("identity", "pid", "warm")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    WARM_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     pid: int
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ...) -> None: ...
+    warm: bool
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., pid: _Optional[int] = ..., warm: bool = ...) -> None: ...
 
 class Exited(_message.Message):
     __slots__ = ("identity", "exit_code", "traceback", "time", "stuck_at")

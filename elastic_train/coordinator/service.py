@@ -302,7 +302,8 @@ class Coordinator:
                 # A zombie: its steps may be those of a group that is no more. The roster tells it to exit.
                 self._apply(r.Stepped(identity, message.progress.step))
             case "ready":
-                self._apply(r.Ready(identity, self._shared(dict(message.ready.schema))))
+                schema, start_s = self._shared(dict(message.ready.schema)), dict(message.ready.start_s)
+                self._apply(r.Ready(identity, schema, start_s))
             case "view":
                 changed = message.view
                 view = wire.view_value(changed.view)
@@ -438,7 +439,7 @@ class Coordinator:
                 self._agent_hello(stream, message.hello)
             case "started":
                 started = message.started
-                self._apply(r.Started(wire.identity_value(started.identity), started.pid))
+                self._apply(r.Started(wire.identity_value(started.identity), started.pid, started.warm))
             case "leaving":
                 if name := self._connections.agent_name(stream):
                     self._apply(r.AgentLeaving(name, message.leaving.reason))

@@ -23,9 +23,16 @@ import grpc
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.security import PLAIN, Tls, open_channel
 from elastic_train.launch import carried
-from elastic_train.launch.environment import RESTORE_VARIABLE, STATE_VARIABLE, JaxRuntime
+from elastic_train.launch.environment import (
+    CHANNEL_VARIABLE,
+    RESTORE_VARIABLE,
+    STARTED_VARIABLE,
+    STATE_VARIABLE,
+    JaxRuntime,
+)
 from elastic_train.launch.processes import Exit, WorkerProcesses
 from elastic_train.launch.relay import Relay
+from elastic_train.launch.spares import Spares
 from elastic_train.membership.group import Identity
 
 SAY_S = 2.0
@@ -90,6 +97,7 @@ class Agent:
       rejoin: whether to try as long again when it is lost.
       handover_s: how long its workers may take then to leave their state here and end; those that have not are killed.
       spare: how many slots besides it could fill, if the job grows.
+      warm: what holds processes ready for its workers; the agent starts it and closes it.
       tls: this host's files for TLS.
       on_note: shows a line to the person who watches.
     """
@@ -109,6 +117,7 @@ class Agent:
         rejoin: bool = False,
         handover_s: float = 0.0,
         spare: int = 0,
+        warm: Spares | None = None,
         tls: Tls = PLAIN,
         on_note: Callable[[str], None] = print,
     ) -> None:
@@ -124,6 +133,7 @@ class Agent:
         self._on_note = on_note
         self._outgoing: queue.SimpleQueue[control_pb2.FromAgent | None] = queue.SimpleQueue()
         self._workers = WorkerProcesses(command, log_dir, self._report_start, self._report_exit)
+        self._warm = warm
         self._relay: Relay | None = None
         self._jax: JaxRuntime | None = None
         # Guards what follows.
@@ -186,15 +196,20 @@ class Agent:
 
     def _run(self) -> None:
         try:
-            end = self._serve()
+            try:
+                if self._warm is not None:
+                    self._warm.start()
+                end = self._serve()
+            finally:
+                for descriptor in self._states.values():
+                    os.close(descriptor)
+                self._states.clear()
+                if self._warm is not None:
+                    self._warm.close()
         except BaseException as error:
             self._end.set_exception(error)
         else:
             self._end.set_result(end)
-        finally:
-            for descriptor in self._states.values():
-                os.close(descriptor)
-            self._states.clear()
 
     def _serve(self) -> AgentEnd:
         """One connection after the other, until the job is over or the coordinator is given up."""
@@ -317,11 +332,23 @@ class Agent:
             if not restore:
                 carried.discard(descriptor)
             told = {STATE_VARIABLE: str(descriptor), RESTORE_VARIABLE: "1" if restore else "0"}
-            environment = {**self._environment(identity, self._jax), **told}
-            self._workers.start(identity, environment, [descriptor])
+            told[STARTED_VARIABLE] = str(time.monotonic())
+            self._start_process(identity, {**self._environment(identity, self._jax), **told}, descriptor)
         except OSError:
             # The coordinator's budget of restarts decides what becomes of it, as of any other failed start.
             self._report_exit(identity, Exit(CANNOT_START, traceback.format_exc(), time.time()))
+
+    def _start_process(self, identity: Identity, environment: dict[str, str], descriptor: int) -> None:
+        if self._warm is None:
+            self._workers.start(identity, environment, [descriptor])
+            return
+        process = self._warm.take(environment, {STATE_VARIABLE: descriptor}, self._workers.log(identity))
+        if process is not None:
+            self._workers.adopt(identity, process)
+            return
+        with self._warm.watch() as channel:
+            told = {CHANNEL_VARIABLE: str(channel.fileno())}
+            self._workers.start(identity, environment | told, [descriptor, channel.fileno()])
 
     def _state_of(self, slot: int) -> int:
         """The memory for a slot's state. A slot that is new here came with a job that has grown."""
@@ -353,8 +380,8 @@ class Agent:
         finally:
             limit.cancel()
 
-    def _report_start(self, identity: Identity, pid: int) -> None:
-        started = control_pb2.Started(identity=wire.identity_message(identity), pid=pid)
+    def _report_start(self, identity: Identity, pid: int, warm: bool) -> None:
+        started = control_pb2.Started(identity=wire.identity_message(identity), pid=pid, warm=warm)
         self._outgoing.put(control_pb2.FromAgent(started=started))
 
     def _report_exit(self, identity: Identity, end: Exit) -> None:

@@ -6,6 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+import time
+
+BEGAN = time.monotonic()
+"""When this process began to run our code."""
 
 PR_SET_PDEATHSIG = 1
 EXIT_ORPHAN = 77

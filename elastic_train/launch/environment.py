@@ -19,8 +19,17 @@ SECRET_VARIABLE = "ELASTIC_TRAIN_SECRET"
 
 PREFIX = "ELASTIC_TRAIN_"
 
-STATE_VARIABLE, RESTORE_VARIABLE = PREFIX + "STATE_DESCRIPTOR", PREFIX + "RESTORE"
+STATE_VARIABLE, RESTORE_VARIABLE, STARTED_VARIABLE = (
+    PREFIX + name for name in ("STATE_DESCRIPTOR", "RESTORE", "STARTED")
+)
 """What the agent adds for each start of a worker, besides what `worker_environment` says."""
+
+CHANNEL_VARIABLE, SPARE_VARIABLE = PREFIX + "CHANNEL", PREFIX + "SPARE"
+"""The descriptor of a worker's end of its channel to the agent (`launch.spares`); whether the process is to import
+everything, and wait there to be told which worker it is."""
+
+DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
+"""Read when a process first touches a GPU, not when jax is imported."""
 
 TRACE_VARIABLE = PREFIX + "TRACE_BLOCKS"
 """Set to 1 for an agent or a whole command: workers write what they do at barriers (`telemetry.blocks`)."""
@@ -98,6 +107,7 @@ class WorkerSettings:
       state_descriptor: where it leaves its state when it loses the coordinator (`launch.carried`); -1 for nowhere.
       restore: whether it begins with the state that lies there.
       trace_blocks: whether it writes what it does at barriers.
+      started: when the agent began to start it, on the host's monotonic clock.
       leave_requested: set by SIGTERM; the trainer then asks to leave after a commit.
     """
 
@@ -109,6 +119,7 @@ class WorkerSettings:
     state_descriptor: int = -1
     restore: bool = False
     trace_blocks: bool = False
+    started: float = 0.0
     leave_requested: threading.Event = field(default_factory=threading.Event, compare=False)
 
     @classmethod
@@ -138,6 +149,7 @@ class WorkerSettings:
             state_descriptor=int(environ.get(STATE_VARIABLE, "-1")),
             restore=environ.get(RESTORE_VARIABLE) == "1",
             trace_blocks=environ.get(TRACE_VARIABLE) == "1",
+            started=float(environ.get(STARTED_VARIABLE, "0")),
         )
 
 
@@ -166,9 +178,43 @@ def worker_environment(
     told |= {**identity._asdict(), "host_address": host_address, "agent_pid": agent_pid}
     told |= {"jax_address": jax.address, "num_nodes": jax.num_nodes, "jax_tls": jax.tls}
     told["generation"] = jax.generation
+    environment = _common(environ, job) | {PREFIX + name.upper(): str(value) for name, value in told.items()}
+    if job.platform == "cpu":
+        return environment
+    if device is None:
+        raise ValueError(f"slot {identity.slot} on platform {job.platform!r} needs a device")
+    return environment | {DEVICES_VARIABLE: device}
+
+
+def spare_environment(environ: Mapping[str, str], job: JobSettings, agent_pid: int) -> dict[str, str]:
+    """The environment of a process that is held ready: that of every worker, less what it is told when it becomes one.
+
+    It sees no GPU, and knows no secret, while it runs the recipe's own imports.
+    """
+    told = {PREFIX + "AGENT_PID": str(agent_pid), PREFIX + "RECIPE": job.recipe, SPARE_VARIABLE: "1"}
+    return _common(environ, job) | told | ({} if job.platform == "cpu" else {DEVICES_VARIABLE: ""})
+
+
+def told_later(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of a worker's environment a process that is held ready can be told when it becomes that worker: what nobody
+    reads before."""
+    return {name: value for name, value in environment.items() if _is_told_later(name)}
+
+
+def fixed_differences(spare: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """Names of the variables in which a process with the environment `spare` cannot become a worker with `wanted`."""
+    names = {name for name in {**spare, **wanted} if not _is_told_later(name)}
+    return sorted(name for name in names if spare.get(name) != wanted.get(name))
+
+
+def _is_told_later(name: str) -> bool:
+    return name.startswith(PREFIX) or name == DEVICES_VARIABLE
+
+
+def _common(environ: Mapping[str, str], job: JobSettings) -> dict[str, str]:
+    """What is the same for all workers of an agent and may be read when jax is imported: XLA_FLAGS, JAX_..., XLA_..."""
     environment = {
         **environ,
-        **{PREFIX + name.upper(): str(value) for name, value in told.items()},
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         # XLA's warnings, one per unused node id at every change of members, would bury the worker's own output.
@@ -176,14 +222,11 @@ def worker_environment(
     }
     if job.platform == "cpu":
         return environment | {"JAX_PLATFORMS": "cpu"}
-    if device is None:
-        raise ValueError(f"slot {identity.slot} on platform {job.platform!r} needs a device")
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and "cpu" not in platforms.split(","):
         environment["JAX_PLATFORMS"] = f"{platforms},cpu"  # what goes into the log is computed there
     flags = GPU_XLA_FLAGS | (DETERMINISTIC_XLA_FLAGS if job.deterministic else {})
     return environment | {
-        "CUDA_VISIBLE_DEVICES": device,
         "XLA_FLAGS": with_flags(environ.get("XLA_FLAGS", ""), flags),
         "XLA_PYTHON_CLIENT_ABORT_COLLECTIVES_ON_FAILURE": "1",
     }

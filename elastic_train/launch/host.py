@@ -17,11 +17,18 @@ from elastic_train.errors import InterruptedByUser, UsageError
 from elastic_train.launch.agent import Agent, AgentEnd
 from elastic_train.launch.check import Checked, check
 from elastic_train.launch.devices import Devices, pick_platform
-from elastic_train.launch.environment import SECRET_VARIABLE, JaxRuntime, JobSettings, worker_environment
+from elastic_train.launch.environment import (
+    SECRET_VARIABLE,
+    JaxRuntime,
+    JobSettings,
+    spare_environment,
+    worker_environment,
+)
 from elastic_train.launch.options import JobOptions, address_towards
 from elastic_train.launch.processes import KILL_LIMIT_S
 from elastic_train.launch.relay import split_address
 from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
+from elastic_train.launch.spares import Spares
 from elastic_train.membership.group import Identity
 from elastic_train.telemetry.run_files import read_secret
 
@@ -76,6 +83,7 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
             patience_s=checked.faults.coordinator_timeout_s,
             rejoin=True,
             spare=0 if options.slots else devices.num_spare,
+            warm_spares=checked.faults.warm_spares,
             on_note=_say,
         )
         end = _watch(agent, signals)
@@ -142,6 +150,7 @@ def start_agent(
     patience_s: float,
     rejoin: bool,
     spare: int,
+    warm_spares: int,
     on_note: Callable[[str], None],
 ) -> Agent:
     """Starts this host's agent; leaving `stack` ends it, and its workers.
@@ -153,6 +162,7 @@ def start_agent(
       devices: what each slot's `CUDA_VISIBLE_DEVICES` is.
       environ: what workers inherit.
       address: where workers listen for other hosts; "" takes the address that this host has towards the coordinator.
+      warm_spares: how many processes are held ready for its workers.
       patience_s, rejoin, spare, on_note: see `Agent`.
     """
 
@@ -167,19 +177,25 @@ def start_agent(
             agent_pid=os.getpid(),
         )
 
+    command = [sys.executable, "-m", "elastic_train.launch.worker"]
+    log_dir = settings.run_dir / "logs"
+    warm = None
+    if warm_spares:
+        warm = Spares(warm_spares, command, spare_environment(environ, settings, os.getpid()), log_dir, on_note)
     agent = Agent(
         settings.coordinator,
         settings.secret,
         slots,
-        [sys.executable, "-m", "elastic_train.launch.worker"],
+        command,
         environment,
-        settings.run_dir / "logs",
+        log_dir,
         socket.gethostname(),
         settings.keepalive_s,
         patience_s,
         rejoin=rejoin,
         handover_s=settings.heartbeat_timeout_s,
         spare=spare,
+        warm=warm,
         tls=Tls.load(settings.tls),
         on_note=on_note,
     )

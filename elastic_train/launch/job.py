@@ -131,6 +131,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
                 patience_s=checked.faults.coordinator_timeout_s,
                 rejoin=True,
                 spare=0 if options.slots else devices.num_spare,
+                warm_spares=checked.faults.warm_spares,
                 on_note=display.note,
             )
         elif job.end is None:

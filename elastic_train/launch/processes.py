@@ -31,7 +31,7 @@ WAIT_STEP_S = 0.02
 MAX_DUMP_BYTES = 1 << 20
 """How much of a dump is looked at."""
 
-StartCallback = Callable[[Identity, int], None]
+StartCallback = Callable[[Identity, int, bool], None]
 
 
 class Exit(NamedTuple):
@@ -62,7 +62,8 @@ class WorkerProcesses:
     Args:
       command: what a worker is started with.
       log_dir: gets `SLOT-INCARNATION.log` for every start.
-      on_start: called with (identity, process id), before `on_exit` of the same worker can be.
+      on_start: called with (identity, process id, whether it was held ready), before `on_exit` of the same worker can
+        be.
       on_exit: called with (identity, its end) from the thread that waited for this worker, once it is gone and the
         rest of its group has been sent SIGKILL.
     """
@@ -79,22 +80,21 @@ class WorkerProcesses:
 
     def start(self, identity: Identity, environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> None:
         """Starts a worker that inherits `descriptors`. Raises OSError if that fails; no callback is called then."""
-        log = self.log(identity)
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                start_new_session=True,
-                pass_fds=descriptors,
-            )
-        waiter = threading.Thread(target=self._wait, args=(identity, process), name=f"wait-{log.stem}", daemon=True)
+        with self.log(identity).open("ab") as output:
+            process = start_process(self._command, environment, output.fileno(), descriptors)
+        self._add(identity, process, warm=False)
+
+    def adopt(self, identity: Identity, process: subprocess.Popen[bytes]) -> None:
+        """A process that was held ready (`launch.spares`) is this worker now."""
+        self._add(identity, process, warm=True)
+
+    def _add(self, identity: Identity, process: subprocess.Popen[bytes], *, warm: bool) -> None:
+        name = f"wait-{self.log(identity).stem}"
+        waiter = threading.Thread(target=self._wait, args=(identity, process), name=name, daemon=True)
         with self._lock:
             self._running[identity] = process
             self._waiters[identity] = waiter
-        self._on_start(identity, process.pid)
+        self._on_start(identity, process.pid, warm)
         waiter.start()
 
     def log(self, identity: Identity) -> Path:
@@ -105,7 +105,7 @@ class WorkerProcesses:
         """Sends SIGKILL to the worker and all processes of its group. Does nothing if it is gone."""
         with self._lock:
             if identity in self._running:
-                _kill_group(self._running[identity].pid)
+                kill_group(self._running[identity].pid)
 
     def signal(self, identity: Identity, number: signal.Signals) -> bool:
         """Sends a signal to one worker, not to the processes it has started. Returns whether it was there."""
@@ -153,7 +153,7 @@ class WorkerProcesses:
         with self._lock:
             waiters = dict(self._waiters)
             for process in self._running.values():
-                _kill_group(process.pid)
+                kill_group(process.pid)
         deadline = time.monotonic() + KILL_LIMIT_S
         for identity, waiter in waiters.items():
             waiter.join(max(0.0, deadline - time.monotonic()))
@@ -169,7 +169,7 @@ class WorkerProcesses:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         ended = time.time()
         with self._lock:
-            _kill_group(process.pid)
+            kill_group(process.pid)
             exit_code = process.wait()
             del self._running[identity]
         try:
@@ -199,6 +199,22 @@ class WorkerProcesses:
             return ""
 
 
-def _kill_group(leader: int) -> None:
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], output: int, descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Starts a process that leads a session of its own, writes to `output`, and inherits `descriptors`."""
+    return subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        start_new_session=True,
+        pass_fds=descriptors,
+    )
+
+
+def kill_group(leader: int) -> None:
+    """Sends SIGKILL to all processes of the group, if any is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

@@ -2,12 +2,13 @@
 
 import os
 
-from elastic_train.launch.bond import die_with_parent
+from elastic_train.launch.bond import BEGAN, die_with_parent
 
 if __name__ == "__main__":
     # Before anything slow: an agent that dies while this process imports must not leave it behind.
     die_with_parent(int(os.environ["ELASTIC_TRAIN_AGENT_PID"]))
 
+import contextlib
 import signal
 import socket
 import sys
@@ -25,13 +26,15 @@ from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
 from elastic_train.errors import EXIT_CARRIED, EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
-from elastic_train.launch.code import code_digests
-from elastic_train.launch.environment import SECRET_VARIABLE, WorkerSettings
+from elastic_train.launch.channel import READY, send
+from elastic_train.launch.environment import SECRET_VARIABLE, SPARE_VARIABLE, WorkerSettings
+from elastic_train.launch.spare import Loaded, load, open_channel, wait_to_be_used
 from elastic_train.launch.stacks import install_dumps
 from elastic_train.launch.versions import versions
-from elastic_train.telemetry.blocks import BlockTrace
+from elastic_train.telemetry.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
+    from elastic_train.telemetry.blocks import BlockTrace
     from elastic_train.training import Training
 
 
@@ -41,7 +44,12 @@ LEAVES = threading.Event()
 
 def main() -> NoReturn:
     """Runs this process's worker to its end."""
+    channel, loaded, began = open_channel(), None, BEGAN
+    if channel is not None and SPARE_VARIABLE in os.environ:
+        loaded = wait_to_be_used(channel)
+        began = time.monotonic()
     settings = WorkerSettings.read(os.environ)
+    times = PhaseTimes(phase="import", since=began)
     del os.environ[SECRET_VARIABLE]  # what the recipe starts has no need of it
     _install_signal_handlers(settings.leave_requested)
     job = settings.job
@@ -54,7 +62,7 @@ def main() -> NoReturn:
     link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
     link.on_leave = lambda reason: settings.leave_requested.set()
     try:
-        training, code = _prepare(link, settings)
+        training, code = _prepare(link, settings, loaded, times)
     except (Exception, SystemExit, KeyboardInterrupt):  # SIGINT is ignored here: all of it is user code
         print(traceback.format_exc(), file=sys.stderr, flush=True)
         link.failed(step=0, fatal=True, startup=True, traceback=traceback.format_exc())
@@ -62,9 +70,14 @@ def main() -> NoReturn:
         _leave(EXIT_USER_CODE, "could not start")
     from elastic_train.member import run_member
 
+    start_s = {"process": round(began - settings.started, 6), **times.take()}
+    print("ready: " + ", ".join(f"{part} {seconds:.1f} s" for part, seconds in start_s.items()), file=sys.stderr)
+    if channel is not None:
+        with channel, contextlib.suppress(OSError):  # without its agent this process ends
+            send(channel, {"say": READY})
     link.on_lost = lambda reason: _leave_state(training, settings, reason)
     link.on_stopped_now = lambda reason: None  # from here on somebody waits for `stopped_now`
-    exit_code = run_member(training, link, settings.identity, settings.job.run_dir, code)
+    exit_code = run_member(training, link, settings.identity, settings.job.run_dir, code, start_s)
     if LEAVES.is_set():  # the thread that saves what there is ends this process
         threading.Event().wait(job.heartbeat_timeout_s)
     jax_private.disconnect_worker()
@@ -73,10 +86,16 @@ def main() -> NoReturn:
     _leave(exit_code, f"ends with code {exit_code}")
 
 
-def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str, str]]:
-    """Connects, and does everything slow. Also returns digests of the code that was loaded."""
+def _prepare(
+    link: Link, settings: WorkerSettings, loaded: Loaded | None, times: PhaseTimes
+) -> tuple["Training", dict[str, str]]:
+    """Connects, and does everything slow. Also returns digests of the code that was loaded.
+
+    Args:
+      loaded: what was imported while this process was held ready.
+      times: where the time of the start goes.
+    """
     job = settings.job
-    started = time.monotonic()
     with ThreadPoolExecutor(1, thread_name_prefix="hello") as background:
         # Importing jax takes longer than anything else here. Meanwhile the coordinator learns of this worker.
         hello = background.submit(
@@ -85,13 +104,12 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
             host=socket.gethostname(),
             versions=" ".join(f"{name} {version}" for name, version in versions().items()),
         )
-        from elastic_train import member
-        from elastic_train.launch.recipe import config_class_of, load_recipe
-
-        trainer = load_recipe(job.recipe)
-        code = code_digests(trainer.__module__)
+        trainer, code = loaded or load(job.recipe)
+        times.enter("connect")
         hello.result()
-    imported = time.monotonic()
+    from elastic_train import member
+    from elastic_train.launch.recipe import config_class_of
+
     jax_private.connect_worker(
         address=settings.jax.address,
         node=settings.identity.node,
@@ -100,12 +118,15 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         tls=Tls.load(job.tls).jax_arguments() if settings.jax.tls else {},
         own_address=settings.host_address,
     )
-    connected = time.monotonic()
+    times.enter("backend")
+    jax_private.create_backend()
+    times.enter("wait")
     directory = member.compiled_directory(job.run_dir, job.platform, deterministic=job.deterministic)
     if job.platform == "cpu":
         jax_private.share_compiled_across_cpu_devices()
     programs = member.CompiledPrograms(directory, settings.identity)
     programs.share(wait=job.deterministic and job.platform == "cuda")
+    times.enter("data")
     config = resolve(config_class_of(trainer), job.config_file)
     link.report_interval_s = report_interval_s(config.faults.step_timeout_s)
     made = trainer(config)
@@ -123,21 +144,23 @@ def _prepare(link: Link, settings: WorkerSettings) -> tuple["Training", dict[str
         settings.leave_requested,
         checkpoint_directory(job.run_dir, config.checkpoint),
         _trace(settings),
+        times,
     )
+    times.enter("state")
     if settings.restore and settings.state_descriptor >= 0:
         records = training.take_state(settings.state_descriptor)
         link.restore(records or ())
         found = "none that fits" if records is None else f"the one after step {training.state.step}"
         print(f"the state that this slot's last worker left: {found}", file=sys.stderr, flush=True)
     programs.complete()
-    took = f"import {imported - started:.1f} s, connect {connected - imported:.1f} s"
-    print(f"ready: {took}, prepare {time.monotonic() - connected:.1f} s", file=sys.stderr, flush=True)
     return training, code
 
 
-def _trace(settings: WorkerSettings) -> BlockTrace | None:
+def _trace(settings: WorkerSettings) -> "BlockTrace | None":
     if not settings.trace_blocks:
         return None
+    from elastic_train.telemetry.blocks import BlockTrace
+
     return BlockTrace(settings.job.run_dir, settings.identity, settings.job.secret, settings.jax.generation)
 
 

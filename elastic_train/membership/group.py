@@ -32,6 +32,12 @@ class Identity(NamedTuple):
     node: int
 
 
+def name_slots(slots: Iterable[int]) -> str:
+    """How a message names slots."""
+    numbers = [str(slot) for slot in slots]
+    return ("slot " if len(numbers) == 1 else "slots ") + ", ".join(numbers)
+
+
 @dataclass(frozen=True)
 class View:
     """A version of the member list. Members are in ascending order of their node ids: the oldest comes first.

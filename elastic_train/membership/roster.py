@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 
 from elastic_train.membership import roster_agents as agents
 from elastic_train.membership import roster_generations as generations
-from elastic_train.membership.group import View
+from elastic_train.membership.group import View, name_slots
 from elastic_train.membership.roster_deaths import exited, failed, with_first_traceback
 from elastic_train.membership.roster_events import (
     Abort,
@@ -53,7 +53,6 @@ from elastic_train.membership.roster_state import (
     Turn,
     Worker,
     WorkerState,
-    name_slots,
     nodes_of,
     slots_of,
     title,
@@ -175,7 +174,7 @@ def _started(turn: Turn, worker: Worker, event: Started) -> None:
     """May come after the worker's own hello: agent and worker have separate streams."""
     slot, incarnation, _ = worker.identity
     turn.set_worker(worker, pid=event.pid)
-    turn.note("worker_started", pid=event.pid, **worker.identity._asdict())
+    turn.note("worker_started", pid=event.pid, warm=event.warm, **worker.identity._asdict())
     if worker.state in (WorkerState.STARTING, WorkerState.WARMING):
         turn.emit(SetTimer(f"start/{slot}/{incarnation}", turn.roster.limits.start_timeout_s))
 
@@ -191,7 +190,7 @@ def _ready(turn: Turn, worker: Worker, event: Ready) -> None:
         return
     turn.set_worker(worker, state=WorkerState.READY, schema=event.schema)
     turn.set(ever_ready=True)
-    turn.note("worker_ready", **worker.identity._asdict())
+    turn.note("worker_ready", start_s=dict(event.start_s), **worker.identity._asdict())
     if not refuse_if_different(turn, turn.roster.workers[worker.identity.slot]) and not turn.roster.closing:
         turn.announce()
 

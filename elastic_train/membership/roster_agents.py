@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elastic_train.membership import roster_generations as generations
-from elastic_train.membership.group import Identity
+from elastic_train.membership.group import Identity, name_slots
 from elastic_train.membership.roster_deaths import announce_who_is_left, bury
 from elastic_train.membership.roster_events import (
     AgentJoined,
@@ -20,7 +20,7 @@ from elastic_train.membership.roster_events import (
     ResizeAsked,
     Start,
 )
-from elastic_train.membership.roster_state import Slot, Turn, Worker, WorkerState, name_slots
+from elastic_train.membership.roster_state import Slot, Turn, Worker, WorkerState
 
 
 def joined(turn: Turn, event: AgentJoined) -> None:

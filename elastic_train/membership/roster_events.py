@@ -39,8 +39,11 @@ class AgentLeaving:
 
 @dataclass(frozen=True)
 class Started:
+    """A worker's process is there; `warm`: it was held ready, with everything imported."""
+
     identity: Identity
     pid: int
+    warm: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker could join at once. `schema` says what it runs; see `membership.schema`."""
+    """The worker could join at once. `schema` says what it runs; see `membership.schema`. `start_s`: what its start
+    took, in seconds by part."""
 
     identity: Identity
     schema: Mapping[str, str] = field(default_factory=dict)
+    start_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

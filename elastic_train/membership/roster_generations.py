@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from elastic_train.membership.group import View
+from elastic_train.membership.group import View, name_slots
 from elastic_train.membership.roster_events import AgentJoined, AskLeave, Kill, NextGeneration, ResizeAsked, SetTimer
-from elastic_train.membership.roster_state import Roster, Slot, Turn, name_slots
+from elastic_train.membership.roster_state import Roster, Slot, Turn
 
 RENEW_LIMIT_S = 10.0
 """How long the next commit is waited for before a generation ends on purpose."""

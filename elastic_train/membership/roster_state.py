@@ -269,12 +269,6 @@ def slots_of(workers: Iterable[Worker]) -> tuple[int, ...]:
     return tuple(worker.identity.slot for worker in workers)
 
 
-def name_slots(slots: Iterable[int]) -> str:
-    """How a message names slots."""
-    numbers = [str(slot) for slot in slots]
-    return ("slot " if len(numbers) == 1 else "slots ") + ", ".join(numbers)
-
-
 def title(identity: Identity) -> str:
     """How a message names a worker."""
     return f"worker {identity.slot} (incarnation {identity.incarnation})"

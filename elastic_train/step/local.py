@@ -18,6 +18,7 @@ from elastic_train.checkpoint.snapshot import leaf_kinds
 from elastic_train.membership.group import MARKS_START, MARKS_STOP
 from elastic_train.state import Device, PyTree, TrainState, fingerprint, leaf_fingerprints
 from elastic_train.step.flat import Layout, Sums, add
+from elastic_train.telemetry.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from elastic_train.config import Config
@@ -64,6 +65,7 @@ class LocalProgram:
       device: where the state lives and everything here runs.
       batch: one shard's samples, for their shapes; a dict of numpy arrays [rows, ...].
       eval_batch: the same for evaluation, or None.
+      times: told when making the model ("model") and the programs ("compile") begins.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class LocalProgram:
         device: Device,
         batch: Mapping[str, np.ndarray],
         eval_batch: Mapping[str, np.ndarray] | None,
+        times: PhaseTimes,
     ) -> None:
+        times.enter("model")
         self._trainer = trainer
         self._device = device
         self._transform = trainer.optimizer()
@@ -80,6 +84,7 @@ class LocalProgram:
         with jax.default_device(device):
             self._build_model(trainer)
             self._seed_key = jax.random.fold_in(jax.random.key(trainer.config.seed), 1)
+        times.enter("compile")
         example = self.put(batch, _ones(batch))
         numbers = jax.ShapeDtypeStruct((2,), jnp.uint32)
         sums = jax.eval_shape(self._sums, *self.initial.arrays.values(), *example, numbers)

@@ -12,10 +12,13 @@ class PhaseTimes:
     Args:
       clock: seconds that only ascend.
       phase: the one that the worker is in now.
+      since: when it began; now, if that is not said.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, phase: str = "prepare") -> None:
-        self._clock, self._phase, self._since = clock, phase, clock()
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, phase: str = "prepare", since: float | None = None
+    ) -> None:
+        self._clock, self._phase, self._since = clock, phase, clock() if since is None else since
         self._seconds: dict[str, float] = {}
 
     def enter(self, phase: str) -> None:
