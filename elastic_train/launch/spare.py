@@ -68,7 +68,7 @@ def wait_to_be_used(channel: socket.socket) -> Loaded:
     if reason := _why_not(loaded, found):
         send(channel, {"say": REFUSED, "reason": reason})
         os._exit(0)
-    _become(told["environment"], files)
+    become(told["environment"], files)
     send(channel, {"say": TAKEN})
     return loaded
 
@@ -91,7 +91,7 @@ def _why_not(loaded: Loaded, found: Mapping[str, str]) -> str:
     return ""
 
 
-def _become(environment: Mapping[str, str], files: Mapping[str, int]) -> None:
+def become(environment: Mapping[str, str], files: Mapping[str, int]) -> None:
     """Puts a worker's settings into the environment, and its log in place of this process's own output."""
     os.environ.pop(SPARE_VARIABLE)
     os.environ.update(environment)

@@ -44,7 +44,7 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 """The wait before a spare that died is replaced; each further one in a row doubles."""
 
 LOG = "spares.log"
-"""In the directory of the workers' logs: what spares wrote that died."""
+"""In the directory of the workers' logs: what became of each spare, and what those wrote that became no worker."""
 
 
 @dataclass(eq=False)
@@ -252,6 +252,7 @@ class Spares:
             message = None
         if message is not None:  # it has imported everything
             spare.imported, self._num_failures = True, 0
+            self._write(spare, f"has imported everything, in {time.monotonic() - spare.began:.1f} s")
             return
         doing = "while it waited" if spare.imported else "while it imported"
         self._failed(f"has ended {doing}: {self._end(spare, EXIT_LIMIT_S)}")
@@ -276,10 +277,12 @@ class Spares:
         for spare in [spare for spare in self._spares if spare.imported]:
             refusal = self._offer(spare, wanted)
             if not refusal:
+                self._write(spare, f"is the worker {wanted.log.stem} now")
                 self._forget(spare)
                 os.close(spare.output)
                 self._watch(_Worker(spare.channel))
                 return spare.process
+            self._write(spare, f"is not used: {refusal}")
             self._end(spare)
             self._due = min(self._due, time.monotonic())  # as soon as this worker is ready
             self._on_note(f"the process held ready for a worker is not used: {refusal}. The worker is started anew.")
@@ -319,7 +322,10 @@ class Spares:
         ended = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         written = os.pread(spare.output, os.fstat(spare.output).st_size, 0)
         os.close(spare.output)
-        if written:
-            with (self._log_dir / LOG).open("ab") as log:
-                log.write(f"== process {spare.process.pid}, {ended}\n".encode() + written)
+        self._write(spare, f"has ended with {ended}", written)
         return ended
+
+    def _write(self, spare: _Spare, what: str, written: bytes = b"") -> None:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S")
+        with contextlib.suppress(OSError), (self._log_dir / LOG).open("ab") as log:  # a full disk stops no worker
+            log.write(f"{moment} process {spare.process.pid} {what}\n".encode() + written)
