@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -23,12 +25,16 @@ def code_digests(module_name: str) -> dict[str, str]:
     if file is None:  # typed at a prompt
         return {}
     root = Path(file).resolve().parent
+    resolved = functools.cache(
+        lambda folder: Path(folder).resolve()
+    )  # a worker has imported well over a thousand files
     digests = {}
     for name, module in list(sys.modules.items()):
         source = getattr(module, "__file__", None)
         if not source or not source.endswith(".py") or name.partition(".")[0] == "elastic_train":
             continue
-        path = Path(source).resolve()
+        folder, file_name = os.path.split(source)
+        path = Path(source).resolve() if os.path.islink(source) else resolved(folder) / file_name
         if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
             digests[path.relative_to(root).as_posix()] = _digest(path)
     return digests

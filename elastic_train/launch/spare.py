@@ -69,7 +69,10 @@ def wait_to_be_used(channel: socket.socket) -> Loaded:
         send(channel, {"say": REFUSED, "reason": reason})
         os._exit(0)
     become(told["environment"], files)
-    send(channel, {"say": TAKEN})
+    try:
+        send(channel, {"say": TAKEN})
+    except OSError:  # too late: another process is that worker
+        os._exit(0)
     return loaded
 
 

@@ -34,7 +34,7 @@ REST_S = 3.0
 IMPORT_LIMIT_S = 300.0
 """How long a spare may import; then it is killed, and counts as one that has failed."""
 
-ANSWER_LIMIT_S = 2.0
+ANSWER_LIMIT_S = 5.0
 """How long a spare that is told which worker it is may take to answer; then it is killed, and the worker started."""
 
 EXIT_LIMIT_S = 1.0
@@ -266,7 +266,7 @@ class Spares:
     def _failed(self, how: str) -> None:
         pause_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._num_failures)
         self._num_failures += 1
-        self._due = time.monotonic() + pause_s
+        self._due = max(self._due, time.monotonic() + pause_s)
         if self._num_failures == 1:
             self._on_note(
                 f"a process held ready for a worker (faults.warm_spares) {how}. What it wrote is in "
@@ -284,8 +284,8 @@ class Spares:
                 return spare.process
             self._write(spare, f"is not used: {refusal}")
             self._end(spare)
-            self._due = min(self._due, time.monotonic())  # as soon as this worker is ready
             self._on_note(f"the process held ready for a worker is not used: {refusal}. The worker is started anew.")
+        self._due = max(self._due, time.monotonic() + REST_S)  # it is about to be
         return None
 
     def _offer(self, spare: _Spare, wanted: _Wanted) -> str:

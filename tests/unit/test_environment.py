@@ -9,7 +9,15 @@ import pytest
 from elastic_train.coordinator.security import PLAIN
 from elastic_train.errors import UsageError
 from elastic_train.launch import devices
-from elastic_train.launch.environment import JaxRuntime, JobSettings, WorkerSettings, worker_environment
+from elastic_train.launch.environment import (
+    JaxRuntime,
+    JobSettings,
+    WorkerSettings,
+    fixed_differences,
+    spare_environment,
+    told_later,
+    worker_environment,
+)
 from elastic_train.membership.group import Identity
 
 
@@ -104,6 +112,28 @@ def test_gpu_workers_have_a_cpu_too(given: str, told: str) -> None:
 def test_gpu_without_device_is_an_error() -> None:
     with pytest.raises(ValueError, match="slot 2"):
         environment({}, platform="cuda")
+
+
+@pytest.mark.parametrize(("platform", "device"), [("cpu", None), ("cuda", "3")])
+def test_a_spare_can_be_told_what_makes_it_a_worker(platform: str, device: str | None) -> None:
+    environ = {"HOME": "/h", "XLA_FLAGS": "--xla_dump_to=/d", "JAX_ENABLE_X64": "1", "CUDA_VISIBLE_DEVICES": "3,4"}
+    spare = spare_environment(environ, job(platform), agent_pid=4321)
+    worker = environment(environ, platform, device)
+    assert fixed_differences(spare, worker) == []
+    # Nothing of the spare's own is left, but for what says that it is one.
+    assert {**spare, **told_later(worker)} == {**worker, "ELASTIC_TRAIN_SPARE": "1"}
+
+
+def test_a_spare_sees_no_gpu_and_knows_no_secret() -> None:
+    spare = spare_environment({"CUDA_VISIBLE_DEVICES": "3"}, job("cuda"), agent_pid=4321)
+    assert spare["CUDA_VISIBLE_DEVICES"] == ""
+    assert "s3cret" not in spare.values()
+
+
+def test_what_is_read_when_jax_is_imported_cannot_be_told_later() -> None:
+    worker = environment({}, "cuda", "0")
+    for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "XLA_PYTHON_CLIENT_MEM_FRACTION", "PYTHONPATH"):
+        assert fixed_differences(spare_environment({}, job("cuda"), 1), {**worker, name: "other"}) == [name]
 
 
 @pytest.fixture
