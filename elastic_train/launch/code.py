@@ -24,19 +24,19 @@ def code_digests(module_name: str) -> dict[str, str]:
     file = getattr(sys.modules[module_name], "__file__", None)
     if file is None:  # typed at a prompt
         return {}
-    root = Path(file).resolve().parent
-    resolved = functools.cache(
-        lambda folder: Path(folder).resolve()
-    )  # a worker has imported well over a thousand files
+    root = os.path.dirname(os.path.realpath(file))
+    inside = os.path.join(root, "")
+    # A worker has imported more than a thousand files, and each start looks at all of them: so no Path for each.
+    resolved = functools.cache(os.path.realpath)
     digests = {}
     for name, module in list(sys.modules.items()):
         source = getattr(module, "__file__", None)
         if not source or not source.endswith(".py") or name.partition(".")[0] == "elastic_train":
             continue
         folder, file_name = os.path.split(source)
-        path = Path(source).resolve() if os.path.islink(source) else resolved(folder) / file_name
-        if path.is_relative_to(root) and "site-packages" not in path.relative_to(root).parts:
-            digests[path.relative_to(root).as_posix()] = _digest(path)
+        path = os.path.realpath(source) if os.path.islink(source) else os.path.join(resolved(folder), file_name)
+        if path.startswith(inside) and "site-packages" not in (parts := Path(path[len(inside) :])).parts:
+            digests[parts.as_posix()] = _digest(Path(path))
     return digests
 
 
