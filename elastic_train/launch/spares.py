@@ -246,6 +246,8 @@ class Spares:
     # Spares.
 
     def _heard_spare(self, spare: _Spare) -> None:
+        if spare not in self._spares:  # it ended, or was handed out, while this was about to be looked at
+            return
         try:
             message, _ = receive(spare.channel)
         except OSError:

@@ -170,6 +170,16 @@ def test_a_spare_that_is_killed_is_replaced_and_is_no_worker(host: Host) -> None
     assert host.coordinator.report("started").warm  # and no exit was reported before
 
 
+def test_a_spare_that_dies_while_it_is_wanted(host: Host) -> None:
+    host.begin()
+    for incarnation in range(5):
+        os.kill(host.spare(1 + incarnation), signal.SIGKILL)
+        host.coordinator.start(1, incarnation, node=2 + incarnation)
+        assert not host.coordinator.report("started").warm
+        host.coordinator.kill(1, incarnation, node=2 + incarnation)
+        assert host.coordinator.report("exited").identity.incarnation == incarnation
+
+
 def test_without_a_spare_a_worker_is_started_anew(host: Host, tmp_path: Path) -> None:
     host.begin(importing="time.sleep(600)")
     wait_for_text(tmp_path / "0-0.log")
