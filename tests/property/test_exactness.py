@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.data.ledger import verify
 from elastic_train.data.sampler import Sampler
 from elastic_train.step.plan import Node, evaluate, finish, fold, partials, run_of
+from tests.property.examples import examples
 
 SIZE = 5
 """Length of a made-up gradient."""
@@ -90,7 +91,7 @@ def without_workers(lines: list[str]) -> Iterator[dict]:
         yield line
 
 
-@settings(derandomize=True, deadline=None, max_examples=2500)
+@examples(2500)
 @given(runs())
 def test_a_disturbed_run_equals_that_of_one_undisturbed_member(run: tuple[Sampler, list[Attempt]]) -> None:
     sampler, attempts = run

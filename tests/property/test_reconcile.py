@@ -3,10 +3,11 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.membership.reconcile import Standing, agree, differing, name_some, pack, unpack
+from tests.property.examples import examples
 
 words = st.integers(0, 2**32 - 1)
 standings = st.lists(
@@ -23,7 +24,7 @@ standings = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=3000)
+@examples(3000)
 @given(standings)
 def test_everybody_is_a_donor_a_receiver_refused_or_already_equal(group):
     result = agree(group)
@@ -42,7 +43,7 @@ def test_everybody_is_a_donor_a_receiver_refused_or_already_equal(group):
             assert equal and standing.layout == donor.layout
 
 
-@settings(derandomize=True, deadline=None, max_examples=3000)
+@examples(3000)
 @given(standings)
 def test_a_joiner_never_donates_to_a_member_that_holds_state(group):
     result = agree(group)
@@ -54,7 +55,7 @@ def test_a_joiner_never_donates_to_a_member_that_holds_state(group):
         assert group[result.donors[0]].step == max(same_layout)
 
 
-@settings(derandomize=True, deadline=None, max_examples=2000)
+@examples(2000)
 @given(standings)
 def test_after_the_transfer_all_agree(group):
     result = agree(group)
@@ -70,7 +71,7 @@ def test_after_the_transfer_all_agree(group):
     assert again.receivers == () and again.refused == () and not again.disputed
 
 
-@settings(derandomize=True, deadline=None, max_examples=3000)
+@examples(3000)
 @given(standings)
 def test_undecided_exactly_if_no_state_of_the_newest_step_has_more_holders_than_each_other(group):
     result = agree(group)
@@ -94,7 +95,7 @@ def test_leaves_that_differ_are_named():
     assert name_some([]) == "the position in the data"
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@examples(500)
 @given(st.integers(0, 2**62), words, words, words, words, st.booleans(), st.booleans())
 def test_standing_survives_the_wire(samples, a, b, c, d, has_state, owes):
     standing = Standing(5, samples, (a, b), (c, d), has_state, owes)

@@ -1,23 +1,21 @@
-"""The roster in thousands of random schedules. The invariants are checked by the cluster, at every event."""
+"""The roster in random schedules, thousands of them with `ALL_EXAMPLES=1`. The invariants are checked by the cluster, at
+every event."""
 
 from __future__ import annotations
 
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.membership.roster import Limits
 from elastic_train.membership.roster_events import Exited, Failed, Start
 from elastic_train.membership.semantics import Enter, Exit, Process, find_violation
 from tests.property.cluster import Cluster
+from tests.property.examples import examples
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
-
-
-def schedules(number: int) -> settings:
-    return settings(derandomize=True, deadline=None, max_examples=number)
 
 
 def cluster_of(seed: int, size: tuple[int, int, int], **limits: float) -> Cluster:
@@ -39,7 +37,7 @@ def disturb(cluster: Cluster, num_moves: int, fault_share: float) -> None:
 
 
 @given(seeds, sizes, st.integers(0, 300), st.sampled_from([0.01, 0.05, 0.2]))
-@schedules(1200)
+@examples(1200)
 def test_once_faults_stop_the_job_gets_done(
     seed: int, size: tuple[int, int, int], num_moves: int, fault_share: float
 ) -> None:
@@ -58,7 +56,7 @@ def went_on_after(history: Process, barrier: object) -> bool:
 
 
 @given(seeds, st.integers(2, 5), st.integers(100, 400))
-@schedules(150)
+@examples(150)
 def test_a_list_that_leaves_out_a_member_that_goes_on_is_found_out(seed: int, num_slots: int, num_moves: int) -> None:
     """Negative control of the check that ends every schedule: one barrier forgets one member, everywhere."""
     cluster = cluster_of(seed, (num_slots, 1, 2))
@@ -92,7 +90,7 @@ def test_a_list_that_leaves_out_a_member_that_goes_on_is_found_out(seed: int, nu
 
 
 @given(seeds, st.integers(3, 5), st.integers(1, 6))
-@schedules(300)
+@examples(300)
 def test_a_damaged_state_is_repaired_by_the_majority(seed: int, num_slots: int, num_flips: int) -> None:
     """One at a time, and nobody dies: the members end with the state of a run without damage."""
     cluster, undisturbed = (cluster_of(seed, (num_slots, num_slots, 1)) for _ in range(2))
@@ -111,7 +109,7 @@ def test_a_damaged_state_is_repaired_by_the_majority(seed: int, num_slots: int, 
 
 
 @given(seeds, sizes, st.integers(0, 300), st.sampled_from([0.05, 0.2]))
-@schedules(500)
+@examples(500)
 def test_with_damaged_states_and_other_code_nothing_mixed_is_ever_committed(
     seed: int, size: tuple[int, int, int], num_moves: int, fault_share: float
 ) -> None:
@@ -124,7 +122,7 @@ def test_with_damaged_states_and_other_code_nothing_mixed_is_ever_committed(
 
 
 @given(seeds, sizes, st.sampled_from(["retry", "skip"]), st.integers(1, 4))
-@schedules(300)
+@examples(300)
 def test_gradients_that_are_never_finite_end_the_job(
     seed: int, size: tuple[int, int, int], policy: str, budget: int
 ) -> None:
@@ -144,7 +142,7 @@ def test_gradients_that_are_never_finite_end_the_job(
 
 
 @given(seeds, sizes, st.integers(0, 10))
-@schedules(600)
+@examples(600)
 def test_faults_while_finishing_do_not_block_the_end(seed: int, size: tuple[int, int, int], faults: int) -> None:
     cluster = cluster_of(seed, size)
     cluster.goal = 5
@@ -157,7 +155,7 @@ def test_faults_while_finishing_do_not_block_the_end(seed: int, size: tuple[int,
 
 
 @given(seeds, sizes, st.integers(0, 200), st.integers(0, 60))
-@schedules(600)
+@examples(600)
 def test_a_stop_is_always_reached(seed: int, size: tuple[int, int, int], before: int, after: int) -> None:
     cluster = cluster_of(seed, size)
     disturb(cluster, before, 0.03)
@@ -170,7 +168,7 @@ def test_a_stop_is_always_reached(seed: int, size: tuple[int, int, int], before:
 
 
 @given(seeds, sizes, st.integers(0, 3))
-@schedules(300)
+@examples(300)
 def test_a_spent_budget_ends_the_job(seed: int, size: tuple[int, int, int], max_restarts: int) -> None:
     """Each worker dies as soon as it is ready or later, so no one makes enough steps to be forgiven."""
     cluster = cluster_of(seed, size, max_restarts=max_restarts)
@@ -190,7 +188,7 @@ def test_a_spent_budget_ends_the_job(seed: int, size: tuple[int, int, int], max_
 
 
 @given(seeds, sizes, st.integers(0, 300), st.integers(0, 4))
-@schedules(500)
+@examples(500)
 def test_with_a_small_budget_it_ends_either_way(
     seed: int, size: tuple[int, int, int], num_moves: int, max_restarts: int
 ) -> None:
@@ -201,7 +199,7 @@ def test_with_a_small_budget_it_ends_either_way(
 
 
 @given(seeds, sizes)
-@schedules(200)
+@examples(200)
 def test_a_bug_at_start_up_ends_the_job_after_one_failure_per_slot(seed: int, size: tuple[int, int, int]) -> None:
     cluster = cluster_of(seed, size)
     cluster.fails_at_start = True
@@ -216,7 +214,7 @@ def test_a_bug_at_start_up_ends_the_job_after_one_failure_per_slot(seed: int, si
 
 
 @given(seeds, sizes)
-@schedules(150)
+@examples(150)
 def test_without_a_fault_nobody_is_restarted(seed: int, size: tuple[int, int, int]) -> None:
     cluster = cluster_of(seed, size, start_grace_s=1e6)
     cluster.heal()

@@ -5,20 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Hashable
 
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from elastic_train.membership.semantics import Enter, Event, Exit, Fail, Process, Start, find_violation
+from tests.property.examples import examples
 
 NAMES = (0, 1, 2)
 ALL = frozenset(NAMES)
 MAX_EVENTS = 18
 
 seeds = st.integers(0, 2**32 - 1)
-
-
-def schedules(number: int) -> settings:
-    return settings(derandomize=True, deadline=None, max_examples=number)
 
 
 # The oracle: what the document says, word for word, by trying everything -------------------------------------
@@ -215,7 +212,7 @@ class Service:
 
 
 @given(seeds, st.booleans(), st.sampled_from(["aaa", "aab", "abc"]))
-@schedules(3000)
+@examples(3000)
 def test_the_checker_finds_what_trying_all_orders_finds(seed: int, named: bool, clocks: str) -> None:
     processes = anything(random.Random(seed), named, clocks)
     expected = equal_in_each_barrier(processes) and valid_by_trying_all_orders(processes)
@@ -224,7 +221,7 @@ def test_the_checker_finds_what_trying_all_orders_finds(seed: int, named: bool, 
 
 
 @given(seeds, st.booleans(), st.sampled_from(["aaa", "aab", "abc"]), st.integers(0, 60))
-@schedules(1500)
+@examples(1500)
 def test_a_right_service_gives_valid_lists(seed: int, named: bool, clocks: str, num_moves: int) -> None:
     processes = Service(random.Random(seed), named, clocks).execution(num_moves)
     event(f"lists: {sum(isinstance(each, Exit) for process in processes for each in process.events)}")
@@ -232,7 +229,7 @@ def test_a_right_service_gives_valid_lists(seed: int, named: bool, clocks: str, 
 
 
 @given(seeds, st.booleans(), st.sampled_from(["aaa", "aab"]))
-@schedules(1500)
+@examples(1500)
 def test_one_wrong_list_of_a_right_service_is_judged_as_by_trying_all_orders(
     seed: int, named: bool, clocks: str
 ) -> None:
