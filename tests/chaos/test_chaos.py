@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import FAULTY, Job, plain_run
+from job import FAULTY, UNSAVED, Job, plain_run, undisturbed_after
 
 from elastic_train.chaos.schedule import parse_schedule
 
@@ -44,16 +44,16 @@ def struck(job: Job) -> list[dict[str, Any]]:
     return [event["fault"] for event in job.events("fault_injected")]
 
 
-def test_faults_strike_where_the_file_says_and_the_record_of_them_strikes_there_again(tmp_path):
+def test_rows_01_07_08_strike_where_the_file_says_and_the_record_of_them_strikes_there_again(tmp_path):
     expected = [
         {"kind": "kill", "where": "exchange", "step": 20, "slot": 1},
         {"kind": "raise", "where": "compute", "step": 30, "slot": 2},
         {"kind": "stop", "where": "barrier", "step": 40, "slot": 0, "duration_s": 0.3},
     ]
     chaos = write(tmp_path / "chaos.toml", EXACT)
-    digests = [plain_run(tmp_path / "alone", 60)["state_sha256"]]
+    digests = [undisturbed_after(60)["state_sha256"]]
     for name in ("first", "second"):
-        options = ("--steps", "60", "--chaos", str(chaos))
+        options = ("--steps", "60", *UNSAVED, "--chaos", str(chaos))
         with Job(tmp_path / name, FAULTY, *options, workers=3) as job:
             assert job.finish() == 0, job.logs()
             assert struck(job) == expected, job.logs()
@@ -93,12 +93,22 @@ slot = "last"
 WATCHFUL = ("--set", "faults.keepalive_s=1.0", "faults.doubt_timeout_s=2.5", "faults.step_timeout_s=5.0")
 
 
-def test_wrong_numbers_slow_and_endless_workers_are_found_and_the_run_stays_exact(tmp_path):
+def test_rows_11_13_14_22_wrong_numbers_slow_and_endless_workers_are_found_and_the_run_stays_exact(tmp_path):
     """The flipped bit is found in the step at which it was flipped, before anything was trained on it."""
     shards = ("--set", "shards=4")  # fewer of them are slow
     alone = plain_run(tmp_path / "alone", 90, *shards)
     chaos = write(tmp_path / "chaos.toml", QUIETER)
-    options = ("--steps", "90", *shards, *WATCHFUL, "--set", "faults.fingerprint_every=20", "--chaos", str(chaos))
+    options = (
+        "--steps",
+        "90",
+        *UNSAVED,
+        *shards,
+        *WATCHFUL,
+        "--set",
+        "faults.fingerprint_every=20",
+        "--chaos",
+        str(chaos),
+    )
     with Job(tmp_path / "run", FAULTY, *options, workers=3) as job:
         assert job.finish() == 0, job.logs()
         assert [(fault["kind"], fault["step"]) for fault in struck(job)] == [
@@ -147,7 +157,7 @@ def test_those_who_come_back_are_struck_too(tmp_path):
         assert job.events("digests_differ") == []
         assert len(job.events("worker_died")) == 1, job.logs()
         summary = job.summary
-        assert summary["state_sha256"] == plain_run(tmp_path / "alone", summary["step"])["state_sha256"]
+        assert summary["state_sha256"] == undisturbed_after(summary["step"])["state_sha256"]
 
 
 @pytest.mark.soak

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from job import FAULTY, Job, plain_run
+from job import FAULTY, Job, undisturbed_after
 from test_faults import STEPS, assert_exact, endless, fault, healed, kinds, run, stop_and_compare
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,7 +23,7 @@ def test_row_21_a_leaf_damaged_in_transfer_is_fetched_again_or_its_worker_evicte
         job.wait_event("worker_died", slot=1, incarnation=1)
         back = healed(job, 1, after=killed)
         job.wait_step(back["step"] + 5)
-        stop_and_compare(job, tmp_path)
+        stop_and_compare(job)
         differ = job.events("state_differs")
         assert [event["why"] for event in differ] == ["transfer"] * 4
         assert all(event["slots"] == [1] and event["num_key_paths"] == 1 for event in differ)
@@ -56,7 +56,7 @@ def test_row_21_a_joiner_with_another_config_dtype_or_code_is_refused(tmp_path):
         recipe.write_text("# A comment is no other code.\n" + source)
         back = healed(job, 1, after=changed["time"])
         job.wait_step(back["step"] + 5)
-        stop_and_compare(job, tmp_path)
+        stop_and_compare(job)
         assert refused["differences"]["config/width"] == ["32", "16"]
         assert refused["differences"]["state/params/inner/kernel"] == ["float32[8,32]", "float32[8,16]"]
         assert refused["num_differences"] > len(refused["differences"])
@@ -65,8 +65,9 @@ def test_row_21_a_joiner_with_another_config_dtype_or_code_is_refused(tmp_path):
         assert "A file of the recipe has another content than when the members started" in job.output
 
 
+@pytest.mark.soak
 def test_row_22_a_flipped_bit_is_found_and_healed_from_the_majority(tmp_path):
-    alone = plain_run(tmp_path / "alone", int(STEPS))
+    alone = undisturbed_after(int(STEPS))
     with run(tmp_path, fault(1, "update", step=20, what="flip"), options=EVERY_STEP) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, alone)
@@ -92,7 +93,7 @@ def test_row_22_two_members_cannot_tell_who_is_right(tmp_path):
 
 @pytest.mark.soak
 def test_row_22_the_oldest_member_may_decide(tmp_path):
-    alone = plain_run(tmp_path / "alone", int(STEPS))
+    alone = undisturbed_after(int(STEPS))
     options = (*EVERY_STEP, "--set", "faults.undecided=oldest")
     with run(tmp_path, fault(1, "update", step=20, what="flip"), workers=2, options=options) as job:
         assert job.finish() == 0, job.logs()

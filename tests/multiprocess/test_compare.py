@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from job import FAULTY, ROOT, Job
+from job import FAULTY, ROOT, UNSAVED, Job, plain_run
 
 pytestmark = pytest.mark.timeout(300)
 PARAMS = ("inner/bias", "inner/kernel", "norm/bias", "norm/scale", "outer/bias", "outer/kernel")
@@ -22,12 +22,12 @@ def command(*argv: str | Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, workers, seed in (("one", 1, 0), ("two", 2, 0), ("other", 1, 1)):
-        run_dir = tmp_path_factory.mktemp("runs") / name
-        with Job(run_dir, FAULTY, "--steps", "25", "--seed", str(seed), workers=workers) as job:
+    directory = tmp_path_factory.mktemp("runs")
+    found = {name: directory / name for name in ("one", "two", "other")}
+    for name, workers in (("one", 1), ("two", 2)):
+        with Job(found[name], FAULTY, "--steps", "25", "--seed", "0", *UNSAVED, workers=workers) as job:
             assert job.finish() == 0, job.logs()
-        found[name] = run_dir
+    plain_run(found["other"], 25, "--seed", "1")
     return found
 
 

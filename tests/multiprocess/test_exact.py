@@ -5,24 +5,26 @@ import signal
 from pathlib import Path
 
 import pytest
-from job import FAULTY, ROOT, Job, plain_run
+from job import FAULTY, ROOT, UNSAVED, Job, plain_run, undisturbed_after
 
 pytestmark = pytest.mark.timeout(900)
 
 RECIPES = {name: ROOT / "recipes" / f"{name}.py" for name in ("digits_mlp", "digits_cnn", "byte_lm")}
 STEPS = 300
+FEW_STEPS = 60
+"""Of the default run: five passes and a bit."""
 NUM_KILLS = 6
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Summary of an undisturbed run in one plain process, by recipe; made once each."""
-    made: dict[str, dict] = {}
+    """Summary of an undisturbed run in one plain process, by recipe and steps; made once each."""
+    made: dict[tuple[str, int], dict] = {}
 
-    def summary(name: str) -> dict:
-        if name not in made:
-            made[name] = plain_run(tmp_path_factory.mktemp(name) / "alone", STEPS, recipe=RECIPES[name])
-        return made[name]
+    def summary(name: str, steps: int = STEPS) -> dict:
+        if (name, steps) not in made:
+            made[name, steps] = plain_run(tmp_path_factory.mktemp(name) / "alone", steps, recipe=RECIPES[name])
+        return made[name, steps]
 
     return summary
 
@@ -49,18 +51,20 @@ def disturb(job: Job, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"),
+    ("name", "workers", "steps"),
     [
-        ("digits_mlp", 3),
-        *(pytest.param("digits_mlp", workers, marks=pytest.mark.soak) for workers in (1, 2, 5)),
-        *(pytest.param("byte_lm", workers, marks=pytest.mark.soak) for workers in (1, 2, 3, 5)),
-        pytest.param("digits_cnn", 3, marks=pytest.mark.soak),
+        ("digits_mlp", 3, FEW_STEPS),
+        *(pytest.param("digits_mlp", workers, STEPS, marks=pytest.mark.soak) for workers in (1, 2, 3, 5)),
+        *(pytest.param("byte_lm", workers, STEPS, marks=pytest.mark.soak) for workers in (1, 2, 3, 5)),
+        pytest.param("digits_cnn", 3, STEPS, marks=pytest.mark.soak),
     ],
 )
-def test_any_number_of_workers(tmp_path: Path, alone, name, workers):
-    with Job(tmp_path / "run", RECIPES[name], "--steps", str(STEPS), workers=workers) as job:
+def test_any_number_of_workers(tmp_path: Path, alone, name, workers, steps):
+    """Without any fault, and none is told of."""
+    with Job(tmp_path / "run", RECIPES[name], "--steps", str(steps), *UNSAVED, workers=workers) as job:
         assert job.finish(300) == 0, job.logs()
-        assert_same(job, alone(name))
+        assert_same(job, alone(name, steps))
+        assert job.summary["faults"] == []
 
 
 @pytest.mark.soak
@@ -94,8 +98,8 @@ LAST = 41
     ids=["first step, pass boundary", "twice in one pass", "last step, after the last commit"],
 )
 def test_kills_at_the_edges_of_runs_and_passes(tmp_path: Path, faults):
-    expected = plain_run(tmp_path / "alone", LAST)
-    with Job(tmp_path / "run", FAULTY, "--steps", str(LAST), workers=3, faults=faults) as job:
+    expected = undisturbed_after(LAST)
+    with Job(tmp_path / "run", FAULTY, "--steps", str(LAST), *UNSAVED, workers=3, faults=faults) as job:
         assert job.finish() == 0, job.logs()
         assert_same(job, expected)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from job import DEADLINE_S, FAULTY
+from job import DEADLINE_S, FAULTY, UNSAVED
 from job import Job as WholeJob
 from test_control import PATIENCE_S, Agent, Job
 from test_faults import healed, stop_and_compare
@@ -239,13 +239,13 @@ class Host:
 
 
 @pytest.mark.timeout(400)
-def test_row_06_restart_under_the_same_slot_before_the_death_was_noticed(tmp_path):
+def test_rows_06_07_restart_under_the_same_slot_before_the_death_was_noticed_of_who_then_wakes_up(tmp_path):
     """A host with one worker freezes. Its successor has offered the same slot already, and was refused.
 
     When the death is noticed the successor gets the slot, as a new incarnation that is healed. Then the old host wakes
     up: its worker must go without having done anything, and its agent is refused in turn.
     """
-    options = ("--steps", "1000000", "--slots", "0,1", "--set", "faults.keepalive_s=1.0")
+    options = ("--steps", "1000000", "--slots", "0,1", "--set", "faults.keepalive_s=1.0", *UNSAVED)
     with WholeJob(tmp_path / "run", FAULTY, *options, pace_s=0.03) as job:
         old = Host(job)
         job.wait_members(0, 1, 2)
@@ -266,4 +266,4 @@ def test_row_06_restart_under_the_same_slot_before_the_death_was_noticed(tmp_pat
         job.wait_step(step + 5)
         assert job.lines("ledger.jsonl")[-1]["workers"] == [0, 1, 2]
         assert [event["incarnation"] for event in job.events("worker_started") if event["slot"] == 2] == [0, 1]
-        stop_and_compare(job, tmp_path)
+        stop_and_compare(job)

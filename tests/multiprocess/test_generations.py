@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import FAULTY, ROOT, Job, plain_run
+from job import FAULTY, ROOT, UNSAVED, Job, plain_run
 
 from elastic_train.config import FaultConfig
 from elastic_train.errors import GaveUpError
@@ -89,7 +89,7 @@ def assert_as_undisturbed(running: Job, plain: Path) -> None:
 
 def test_row_15_coordinator_killed_loses_no_step(tmp_path: Path, plain: Path) -> None:
     """While an evaluation is due every 20 steps. Without any checkpoint: the state comes from the members."""
-    with job(tmp_path / "run", "--set", "checkpoint.keep=0") as running:
+    with job(tmp_path / "run", *UNSAVED) as running:
         running.wait_step(30)
         kill_coordinator(running)
         lost = running.wait_event("coordinator_lost")
@@ -128,7 +128,7 @@ def test_row_15_coordinator_that_cannot_be_restarted_ends_the_job(tmp_path: Path
 )
 def test_resized_up_and_down(tmp_path: Path, plain: Path, first: int, then: int, node_ids: int) -> None:
     """In the first case there is no node id left for the new worker: the next generation begins."""
-    with job(tmp_path / "run", "--set", f"faults.node_ids={node_ids}", workers=first) as running:
+    with job(tmp_path / "run", "--set", f"faults.node_ids={node_ids}", *UNSAVED, workers=first) as running:
         running.wait_step(5)
         run_dir = str(running.run_dir)
         refused = command("resize", run_dir, "--workers", "9")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import FAULTY, Job, plain_run
+from job import FAULTY, Job, undisturbed_after
 from network import ESTABLISHED, Host, network, own_connections, unavailable, wait_until
 
 from elastic_train.launch.environment import TRACE_VARIABLE
@@ -22,7 +22,12 @@ pytestmark = [
 UNTRACED = {TRACE_VARIABLE: "0"}
 """Each host keeps its workers' barriers to itself, so that none can prove anything about all."""
 SECRET = {**UNTRACED, "ELASTIC_TRAIN_SECRET": "what both hosts know"}
-SETTINGS = ("faults.keepalive_s=1", "faults.first_backoff_s=0.1", "faults.coordinator_timeout_s=90")
+SETTINGS = (
+    "faults.keepalive_s=1",
+    "faults.first_backoff_s=0.1",
+    "faults.coordinator_timeout_s=90",
+    "checkpoint.keep=0",
+)
 COMMON = ("--steps", "1000000", "--set", *SETTINGS)
 PACE_S = 0.03
 
@@ -63,7 +68,7 @@ def cross_host_sockets(job: Job, slot: int, address: str) -> list[tuple]:
     return [socket for socket in sockets if socket[2] == address and socket[4] == ESTABLISHED]
 
 
-def stop_and_compare(first: Job, tmp_path: Path) -> None:
+def stop_and_compare(first: Job) -> None:
     """Stops the job after a commit. All must hold the state of an undisturbed run of as many steps in one process."""
     first.process.send_signal(signal.SIGINT)
     assert first.finish() == 130, first.logs()
@@ -71,7 +76,7 @@ def stop_and_compare(first: Job, tmp_path: Path) -> None:
     assert first.processes_left() == []
     summary = first.summary
     assert [line["step"] for line in first.lines("ledger.jsonl")] == list(range(1, summary["step"] + 1))
-    alone = plain_run(tmp_path / "alone", summary["step"])
+    alone = undisturbed_after(summary["step"])
     assert summary["params_sha256"] == alone["params_sha256"]
     assert summary["state_sha256"] == alone["state_sha256"]
 
@@ -117,7 +122,7 @@ def test_row_16_a_host_dies_is_cut_off_leaves_and_returns_each_time(tmp_path, ho
             assert [event["exit_code"] for event in left] == [0]
             assert first.events("recovered")[-1]["kind"] == "leave"
             assert len(first.events("agent_lost")) == 3 and len(first.events("abort_sent")) - aborts <= 1
-            stop_and_compare(first, tmp_path)
+            stop_and_compare(first)
 
 
 @pytest.mark.soak
@@ -151,7 +156,7 @@ def test_row_16_the_side_without_the_floor_pauses_until_the_network_is_healed(tm
         back = first.wait_event("recovered", kind="admission")
         first.wait_step(back["step"] + 10)
         assert all(line["workers"] == [0, 1] for line in first.lines("ledger.jsonl"))
-        stop_and_compare(first, tmp_path)
+        stop_and_compare(first)
         assert one.finish() == two.finish() == 130, one.logs() + two.logs()
         assert one.processes_left() == two.processes_left() == []
 
@@ -173,5 +178,5 @@ def test_only_the_network_of_the_collectives_is_cut_and_healed(tmp_path, hosts):
         b.heal(network=1)
         first.wait_step(stuck + 20)
         first.wait_members(0, 1)
-        stop_and_compare(first, tmp_path)
+        stop_and_compare(first)
         assert second.finish() == 130, second.logs()

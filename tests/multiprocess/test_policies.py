@@ -2,20 +2,16 @@
 
 import pytest
 from job import FAULTY, plain_run
-from test_faults import STEPS, assert_exact, fault, kinds, run
+from test_faults import STEPS, assert_exact, fault, kinds, run, undisturbed
 
 from elastic_train.data.batches import batches
+
+__all__ = ["undisturbed"]  # a fixture
 
 pytestmark = pytest.mark.timeout(300)
 
 BAD_SAMPLE = ("--set", "bad_sample=7")
 SKIP = ("--set", "faults.nonfinite=skip")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict:
-    """Summary of the run that all others must equal."""
-    return plain_run(tmp_path_factory.mktemp("undisturbed") / "run", int(STEPS))
 
 
 def test_row_08_code_that_raises_once_is_retried_by_all(tmp_path, undisturbed):
@@ -39,7 +35,7 @@ def test_row_08_code_that_raises_once_is_retried_by_all(tmp_path, undisturbed):
         assert len(job.events("worker_started")) == 3
 
 
-@pytest.mark.parametrize("update", ["always", "never"])
+@pytest.mark.parametrize("update", ["always", pytest.param("never", marks=pytest.mark.soak)])
 def test_row_08_a_callback_that_raises_on_the_device_is_voted_on(tmp_path, undisturbed, update):
     """When it does, the exchange is queued behind it already, and the update."""
     faults = (fault(1, "shard", step=10, what="callback"), fault(0, "shard", step=20, what="callback"))
@@ -139,7 +135,14 @@ def test_row_10_sys_exit_on_all_workers_ends_the_job_like_any_failure(tmp_path):
         assert "SystemExit: planned exit" in job.output
 
 
-@pytest.mark.parametrize(("where", "what"), [("start", "raise"), ("start", "exit"), ("length", "raise")])
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("start", "raise"),
+        pytest.param("start", "exit", marks=pytest.mark.soak),
+        pytest.param("length", "raise", marks=pytest.mark.soak),
+    ],
+)
 def test_row_10_at_start_up_on_all_workers(tmp_path, where, what):
     with run(tmp_path, fault(-1, where, what=what, always=True, incarnation=-1)) as job:
         assert job.finish() == 3, job.logs()
@@ -149,6 +152,7 @@ def test_row_10_at_start_up_on_all_workers(tmp_path, where, what):
         assert job.processes_left() == []
 
 
+@pytest.mark.soak
 def test_row_11_retry_finds_a_passing_fault(tmp_path, undisturbed):
     with run(tmp_path, fault(1, "data", step=20, what="nan")) as job:
         assert job.finish() == 0, job.logs()

@@ -6,6 +6,7 @@ The undisturbed run that all are compared with is one plain process.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -81,15 +82,25 @@ def assert_as_undisturbed(run_dir: Path, plain: Path, steps: int = STEPS) -> Non
     assert proof.returncode == 0, proof.stdout
 
 
-def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(tmp_path: Path, plain: Path) -> None:
-    """During a save, then twice within one pass (of 21 steps). Dropout and a learning rate schedule are on."""
+@pytest.mark.parametrize(
+    ("kills", "workers_at_last"),
+    [([(1, 52)], 3), pytest.param([(3, 52), (1, 57)], 4, marks=pytest.mark.soak)],
+    ids=["and once more", "and twice within one pass"],
+)
+def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(
+    tmp_path: Path, plain: Path, kills: list[tuple[int, int]], workers_at_last: int
+) -> None:
+    """During a save, and in the second pass (of 21 steps). Dropout and a learning rate schedule are on.
+
+    `kills`: by how many workers it is gone on with each time, and the step after which these are killed.
+    """
     run_dir = tmp_path / "run"
     with job(run_dir, workers=2, pace_s=0.1) as first:
         first.wait_event("checkpoint_saved", step=EVERY)
         first.wait_for("the next save", lambda: list((run_dir / "checkpoints").glob("*.partial-*")))
         kill_all(first)
     newest = [saved_steps(run_dir)[-1]]
-    for workers, step in ((3, 52), (1, 57)):
+    for workers, step in kills:
         hold = {"slot": 0, "incarnation": -1, "step": step, "where": "data", "what": "slow", "seconds": 600.0}
         with job(run_dir, workers=workers, faults=[hold]) as running:
             running.wait_event("run_resumed", count=len(newest))
@@ -100,16 +111,17 @@ def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(tmp_
             killed = running.lines("ledger.jsonl")[-1]
             assert (killed["step"], killed["pass"]) == (step, 2)
         newest.append(saved_steps(run_dir)[-1])
-    assert newest[1:] == [50, 50]
-    with job(run_dir, workers=4) as last:
+    assert set(newest[1:]) == {50}
+    with job(run_dir, workers=workers_at_last) as last:
         assert last.finish() == 0, last.logs()
         resumed = last.events("run_resumed")
         assert [(event["step"], event["samples"]) for event in resumed] == [(step, 48 * step) for step in newest]
         assert f"resuming from {run_dir}/checkpoints/{newest[-1]}" in last.output
-        assert last.summary["resumes"] == 3
+        assert last.summary["resumes"] == 1 + len(kills)
         assert [event["step"] for event in last.events("checkpoint_loaded")] == newest
         starts = [(event["slot"], event["incarnation"]) for event in last.events("worker_starting")]
-        assert len(set(starts)) == len(starts) == 2 + 3 + 1 + 4
+        num_starts = 2 + sum(workers for workers, _ in kills) + workers_at_last
+        assert len(set(starts)) == len(starts) == num_starts
     assert saved_steps(run_dir) == [STEPS - 2 * EVERY, STEPS - EVERY, STEPS]
     assert not list((run_dir / "checkpoints").glob("*.partial-*"))
     assert_as_undisturbed(run_dir, plain)
@@ -120,7 +132,7 @@ def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(tmp_
 def test_row_18_damage_a_failing_disk_and_the_death_of_who_saves(tmp_path: Path, plain: Path) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     checkpoints = run_dir / "checkpoints"
-    with job(run_dir, pace_s=0.1) as running:
+    with job(run_dir, workers=2, pace_s=0.1) as running:
         running.wait_event("checkpoint_saved", step=EVERY)
         # Who saves dies in the middle of it: another member does so, and nothing is lost.
         running.wait_for("a save that has begun", lambda: list(checkpoints.glob("*.partial-*")))
@@ -167,7 +179,7 @@ def test_row_19_sigterm_saves_and_the_orders_of_the_command_line(tmp_path: Path,
         starting.process.send_signal(signal.SIGTERM)
         assert starting.finish() == 130
         assert starting.processes_left() == []
-    with job(run_dir, "--set", "checkpoint.every_steps=0", pace_s=0.1) as running:
+    with job(run_dir, "--set", "checkpoint.every_steps=0", workers=2, pace_s=0.1) as running:
         running.wait_step(2)
         asked = elastic_train("save", str(run_dir))
         assert asked.returncode == 0, asked.stderr
@@ -175,7 +187,7 @@ def test_row_19_sigterm_saves_and_the_orders_of_the_command_line(tmp_path: Path,
         assert saved_steps(run_dir) == [int(step)] and path == str(run_dir / "checkpoints" / step)
         assert elastic_train("drain", str(run_dir), "--worker", "7").returncode == 2
         assert elastic_train("drain", str(run_dir), "--worker", "0").returncode == 0
-        running.wait_members(1, 2)
+        running.wait_members(1)
         running.wait_event("worker_died", slot=0)
         assert elastic_train("stop", str(run_dir)).returncode == 0
         assert running.finish() == 130, running.logs()
@@ -184,7 +196,7 @@ def test_row_19_sigterm_saves_and_the_orders_of_the_command_line(tmp_path: Path,
         assert saved_steps(run_dir) == [int(step), stopped["step"]]
         assert not [e for e in running.events("restart_scheduled") if e["slot"] == 0]
         assert not [e for e in running.events("worker_died") if e["slot"] != 0]
-    with job(run_dir, "--resume", "must") as resumed:
+    with job(run_dir, "--resume", "must", workers=1) as resumed:
         assert resumed.finish() == 0, resumed.logs()
         assert resumed.events("run_resumed")[-1]["step"] == stopped["step"]
     assert_as_undisturbed(run_dir, plain)
@@ -208,7 +220,7 @@ def test_a_job_that_loses_all_members_goes_on_from_the_newest_checkpoint(tmp_pat
 def test_a_plain_process_goes_on_as_well(tmp_path: Path, plain: Path) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, str(FAULTY), *OPTIONS, "--run-dir", str(run_dir)]
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PACE_S": str(PACE_S), "PATH": "/usr/bin:/bin"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PACE_S": str(PACE_S)}
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         at_least, end = (saved_steps(run_dir) or [0])[-1] + 1, time.monotonic() + 120

@@ -17,7 +17,7 @@ import grpc
 import psutil
 import pytest
 import trustme
-from job import ROOT, Job, plain_run
+from job import ROOT, UNSAVED, Job, plain_run
 
 from elastic_train import jax_private
 from elastic_train.coordinator import control_pb2, wire
@@ -192,7 +192,7 @@ def test_a_job_with_mutual_tls_keeps_out_who_has_no_certificate(tmp_path, author
     """Both ends prove who they are; JAX's service, too, where the jaxlib can."""
     ours = write_files(tmp_path / "ours", authority, "127.0.0.1")
     theirs = write_files(tmp_path / "theirs", trustme.CA(), "127.0.0.1")
-    options = ("--steps", "1000000", *options_of(ours, "cert", "key", "ca"))
+    options = ("--steps", "1000000", *UNSAVED, *options_of(ours, "cert", "key", "ca"))
     with Job(tmp_path / "run", "linear", *options, workers=2) as job:
         job.wait_members(0, 1)
         jax_is_plain = "JAX's coordination service is NOT encrypted" in job.output
@@ -243,7 +243,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_row_23_ports_run_directories_and_jobs_do_not_mix(tmp_path):
-    options = ("--steps", "1000000")
+    options = ("--steps", "1000000", *UNSAVED)
     with Job(tmp_path / "one", "linear", *options, workers=2) as one, Job(tmp_path / "two", "linear", workers=2) as two:
         one.wait_members(0, 1)
         address = one.json("job.json")["address"]

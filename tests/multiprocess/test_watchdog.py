@@ -83,6 +83,7 @@ def test_row_12_python_deadlock_in_an_evaluation(tmp_path, undisturbed):
         assert_found_stuck(job, 2, ("evaluate",), "in strike")
 
 
+@pytest.mark.soak
 def test_row_13_endless_kernel(tmp_path, undisturbed):
     with run(tmp_path, fault(1, "shard", step=20, what="endless"), options=WATCHFUL) as job:
         assert job.finish() == 0, job.logs()
@@ -107,6 +108,7 @@ SLOW = fault(2, "data", what="slow", always=True) | {"seconds": 0.03}
 """0.18 s for each shard of six samples, which else takes a millisecond."""
 
 
+@pytest.mark.soak
 def test_row_14_straggler(tmp_path, undisturbed):
     with run(tmp_path, SLOW) as job:
         assert job.finish() == 0, job.logs()
@@ -124,7 +126,7 @@ def test_row_14_straggler_is_evicted(tmp_path):
     with endless(tmp_path, SLOW, options=("--set", "faults.evict_stragglers=true")) as job:
         evicted = job.wait_event("worker_killed", slot=2, kind="slow")
         job.wait_step(healed(job, 2, after=evicted["time"])["step"] + 5)
-        stop_and_compare(job, tmp_path)
+        stop_and_compare(job)
         assert kinds(job) == [("slow", 2)]
 
 
@@ -139,7 +141,7 @@ def test_row_07_short_stop_is_no_fault(tmp_path):
         os.kill(pid, signal.SIGCONT)  # at once: whatever takes long on a busy machine makes it a long stop
         stopped_at = job.lines("ledger.jsonl")[-1]["step"]
         job.wait_step(stopped_at + 5)
-        stop_and_compare(job, tmp_path)
+        stop_and_compare(job)
         assert kinds(job) == []
 
 
@@ -165,7 +167,7 @@ def test_row_07_zombie_whose_agent_is_stopped_with_it(tmp_path):
             between = [line for line in job.lines("ledger.jsonl") if without_it <= line["step"] < back["step"]]
             assert between and all(line["workers"] == [0, 1] for line in between), job.logs()
             job.wait_step(back["step"] + 5)
-            stop_and_compare(job, tmp_path)
+            stop_and_compare(job)
             assert agent.wait(60) == 130
 
 

@@ -1,7 +1,7 @@
 """How many examples the tests try that are slow because they try thousands.
 
-By default a quarter. With `ALL_EXAMPLES=1` all of them; `.ci/run` does that in one of its cells. Examples are the same every
-time, and the fewer ones are the first of the many.
+By default a quarter. With `ALL_EXAMPLES=1` all of them; `.ci/run` does that in one of its cells. Examples are the same
+every time.
 """
 
 from __future__ import annotations

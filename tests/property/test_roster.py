@@ -1,5 +1,7 @@
-"""The roster in random schedules, thousands of them with `ALL_EXAMPLES=1`. The invariants are checked by the cluster, at
-every event."""
+"""The roster in a thousand random schedules, or thousands (`examples.py`).
+
+The invariants are checked by the cluster, at every event.
+"""
 
 from __future__ import annotations
 

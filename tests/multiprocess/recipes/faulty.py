@@ -15,7 +15,8 @@
 `step` is the number of committed steps at that moment. A slot, an incarnation or a step of -1 means any. Each fault
 happens once, or every time if "always" is true; "after" says how often its place is passed before. `DISARM` names a
 mechanism that this worker is to be without, so that a test can show that its tests would notice. With `NOTE_READS` the
-worker's log has a line for every training sample that its source was asked for.
+worker's log has a line for every training sample that its source was asked for. `NOTE_DIGESTS` names a file that gets
+a line of digests after every update: of one plain process, so that many tests have what to compare with.
 """
 
 import ctypes
@@ -39,12 +40,14 @@ from elastic_train.membership import live
 from elastic_train.membership.abort_cpu import GlooSockets
 from elastic_train.membership.group import Fenced, Shrink, Vote
 from elastic_train.membership.heal import Healer
+from elastic_train.state import params_sha256, state_sha256
 from elastic_train.step import reduce
 from elastic_train.step.local import LocalProgram
 
 SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
 NOTES_READS = "NOTE_READS" in os.environ
+DIGESTS = os.environ.get("NOTE_DIGESTS")
 pending = [
     fault
     for fault in json.loads(os.environ.get("FAULTS", "[]"))
@@ -179,6 +182,10 @@ def damaging_update(self, state, total, num_samples):
     after = update(self, state, total, num_samples)
     if strike("update") == "flip":
         return replace(after, params=flipped(after.params))
+    if DIGESTS:
+        line = {"step": after.step, "params_sha256": params_sha256(after), "state_sha256": state_sha256(after)}
+        with open(DIGESTS, "a") as file:
+            file.write(json.dumps(line) + "\n")
     return after
 
 
