@@ -1,6 +1,7 @@
 """Every recipe: its loss, its gradient, its evaluation; without workers and without a run directory."""
 
 import dataclasses
+import functools
 import importlib
 import sys
 import tomllib
@@ -40,6 +41,17 @@ def build(recipe: str) -> et.Trainer:
     return trainer_class(recipe)(config_class(recipe)())
 
 
+@functools.cache
+def initial(recipe: str) -> tuple[nnx.GraphDef, nnx.State]:
+    """A model's parts, made in one compiled program: one operation at a time they take seconds to compile."""
+    return nnx.split(nnx.jit(lambda: build(recipe).model(nnx.Rngs(0)))())
+
+
+def model_of(recipe: str) -> nnx.Module:
+    """A model of its own for each test."""
+    return nnx.merge(*initial(recipe), copy=True)
+
+
 def rows(source: et.DataSource, count: int) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in read(source, range(count)).items()}
 
@@ -52,7 +64,7 @@ def losses_of(trainer: et.Trainer, model: nnx.Module, batch: dict[str, jax.Array
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_loss_has_one_value_per_example_and_a_gradient_for_every_parameter(recipe: str):
     trainer = build(recipe)
-    model = trainer.model(nnx.Rngs(0))
+    model = model_of(recipe)
     model.train()
     graph, parameters, rest = nnx.split(model, nnx.Param, ...)
     batch = rows(trainer.train_data(), 5)
@@ -71,19 +83,21 @@ def test_the_loss_has_one_value_per_example_and_a_gradient_for_every_parameter(r
     assert jnp.isfinite(losses).all()
     for path, leaf in jax.tree.leaves_with_path(gradients):
         assert jnp.isfinite(leaf).all() and jnp.any(leaf != 0), jax.tree_util.keystr(path)
-    updates, _ = trainer.optimizer().update(gradients, trainer.optimizer().init(parameters), parameters)
+    optimizer = trainer.optimizer()
+    updates = jax.eval_shape(lambda: optimizer.update(gradients, optimizer.init(parameters), parameters)[0])
     assert jax.tree.structure(updates) == jax.tree.structure(parameters)
 
 
 @pytest.mark.parametrize("recipe", EVALUATED)
 def test_evaluation_gives_one_value_per_example_and_draws_nothing(recipe: str):
     trainer = build(recipe)
-    model = trainer.model(nnx.Rngs(0))
+    model = model_of(recipe)
     model.eval()
     source = trainer.eval_data()
     assert source is not None
     batch = rows(source, 4)
-    once, again = trainer.evaluate(model, batch), trainer.evaluate(model, batch)
+    evaluate = nnx.jit(trainer.evaluate)
+    once, again = evaluate(model, batch), evaluate(model, batch)
     assert "loss" in once
     for name, values in once.items():
         assert values.shape == (4,), name
@@ -95,10 +109,15 @@ def test_dropout_takes_its_key_from_the_trainer(recipe: str):
     trainer = build(recipe)
     batch = rows(trainer.train_data(), 4)
 
+    @nnx.jit
+    def compute(model: nnx.Module, key: jax.Array) -> jax.Array:
+        result = trainer.loss(model, batch, nnx.Rngs(key))
+        return result[0] if isinstance(result, tuple) else result
+
     def losses(seed: int) -> np.ndarray:
-        model = trainer.model(nnx.Rngs(0))
+        model = model_of(recipe)
         model.train()
-        return np.asarray(losses_of(trainer, model, batch, seed))
+        return np.asarray(compute(model, jax.random.key(seed)))
 
     np.testing.assert_array_equal(losses(1), losses(1))
     assert (losses(1) != losses(2)).any()
@@ -107,14 +126,14 @@ def test_dropout_takes_its_key_from_the_trainer(recipe: str):
 def test_the_convolutional_network_moves_its_batch_statistics_in_training_only():
     trainer = build("digits_cnn")
     batch = rows(trainer.train_data(), 8)
-    model = trainer.model(nnx.Rngs(0))
+    model = model_of("digits_cnn")
     before = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
     model.eval()
-    trainer.evaluate(model, batch)
+    nnx.jit(trainer.evaluate)(model, batch)
     for old, new in zip(before, jax.tree.leaves(nnx.state(model, nnx.BatchStat)), strict=True):
         np.testing.assert_array_equal(old, new)
     model.train()
-    trainer.loss(model, batch, nnx.Rngs(1))
+    nnx.jit(trainer.loss)(model, batch, nnx.Rngs(1))
     for old, new in zip(before, jax.tree.leaves(nnx.state(model, nnx.BatchStat)), strict=True):
         assert (old != new).any()
 
@@ -134,12 +153,12 @@ def test_the_digits_are_split_once_and_for_all_without_importing_scikit_learn():
 
 
 def test_the_byte_model_cannot_see_the_future():
-    trainer = build("byte_lm")
-    model = trainer.model(nnx.Rngs(0))
+    model = model_of("byte_lm")
     model.eval()
     tokens = jnp.zeros((1, 16), jnp.int32)
     changed = tokens.at[0, 9].set(7)
-    same = jnp.all(jnp.isclose(model(tokens), model(changed), atol=1e-5), axis=(0, 2))
+    logits = nnx.jit(lambda model, tokens: model(tokens))
+    same = jnp.all(jnp.isclose(logits(model, tokens), logits(model, changed), atol=1e-5), axis=(0, 2))
     assert same.tolist() == [True] * 9 + [False] * 7
 
 
