@@ -51,8 +51,12 @@ def kinds(job: Job) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(
     ("slot", "where"),
-    [(2, "data"), (2, "barrier"), pytest.param(0, "hook", marks=pytest.mark.soak)],
-    ids=["2 in compute", "2 before the barrier", "0 after a commit"],
+    [
+        (2, "barrier"),
+        pytest.param(2, "data", marks=pytest.mark.soak),
+        pytest.param(0, "hook", marks=pytest.mark.soak),
+    ],
+    ids=["2 before the barrier", "2 in compute", "0 after a commit"],
 )
 def test_row_01_sigkill_of_one_worker(tmp_path, undisturbed, slot, where):
     with run(tmp_path, fault(slot, where, step=20)) as job:
@@ -89,11 +93,12 @@ def test_row_04_sigkill_of_all_but_one_in_the_same_step(tmp_path, undisturbed):
         assert sorted(kinds(job)) == [("killed", 0), ("killed", 1)]
 
 
-def test_row_04_second_sigkill_while_the_survivors_rebuild(tmp_path, undisturbed):
+def test_rows_01_04_sigkill_in_compute_and_a_second_while_the_survivors_rebuild(tmp_path, undisturbed):
     """Slot 1 dies as soon as it has learned that slot 0 is gone, before its first collective of the new epoch."""
     with run(tmp_path, fault(0, "data", step=20), fault(1, "gather", step=20)) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
+        assert kinds(job) == [("killed", 0), ("killed", 1)]
 
 
 def test_row_02_sigkill_during_the_very_first_exchange(tmp_path, undisturbed):
@@ -153,6 +158,23 @@ def test_row_04_all_but_one_killed_and_both_rejoin(tmp_path):
         stop_and_compare(job)
 
 
+def test_row_05_joiner_and_then_a_donor_killed_while_the_joiner_is_healed(tmp_path):
+    """Slot 1's second worker dies in the transfer to it, slot 0 in that to the third one; slot 2 is left as donor."""
+    with endless(tmp_path, fault(1, "heal", incarnation=1), fault(0, "heal", incarnation=0, after=1)) as job:
+        job.wait_step(10)
+        killed = job.kill(1)
+        job.wait_event("worker_died", slot=1, incarnation=1)
+        died = job.wait_event("worker_died", slot=0)
+        job.wait_step(max(healed(job, 0, after=died["time"])["step"], healed(job, 1, after=killed)["step"]) + 5)
+        stop_and_compare(job)
+        assert [(event["slot"], event["incarnation"]) for event in job.events("worker_died")] == [
+            (1, 0),
+            (1, 1),
+            (0, 0),
+        ]
+
+
+@pytest.mark.soak
 def test_row_05_joiner_killed_while_it_is_healed_tries_again(tmp_path):
     with endless(tmp_path, fault(1, "heal", incarnation=1)) as job:
         job.wait_step(10)
@@ -162,6 +184,7 @@ def test_row_05_joiner_killed_while_it_is_healed_tries_again(tmp_path):
         stop_and_compare(job)
 
 
+@pytest.mark.soak
 def test_row_05_donor_killed_while_it_heals_a_joiner(tmp_path):
     """Slot 0 dies in the transfer to slot 1; slot 2 is left as donor."""
     with endless(tmp_path, fault(0, "heal", incarnation=0)) as job:
@@ -210,6 +233,7 @@ def test_row_07_stopped_worker_is_replaced_and_the_zombie_does_no_harm(tmp_path)
         assert ("stopped", 1) in kinds(job)
 
 
+@pytest.mark.soak
 def test_row_16_killed_agent_leaves_no_process_behind(tmp_path):
     with Job(tmp_path / "run", FAULTY, "--steps", "100000", workers=3) as job:
         job.wait_step(5)

@@ -39,13 +39,13 @@ def test_row_08_code_that_raises_once_is_retried_by_all(tmp_path, undisturbed):
 def test_row_08_a_callback_that_raises_on_the_device_is_voted_on(tmp_path, undisturbed, update):
     """When it does, the exchange is queued behind it already, and the update."""
     faults = (fault(1, "shard", step=10, what="callback"), fault(0, "shard", step=20, what="callback"))
-    with run(tmp_path, *faults, options=("--set", f"early_update={update}")) as job:
+    with run(tmp_path, *faults, workers=2, options=("--set", f"early_update={update}")) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
         failures = job.events("user_code_failed")
         assert [(event["slot"], event["step"]) for event in failures] == [(1, 10), (0, 20)]
         assert all("division" in event["traceback"] for event in failures)
-        assert len(job.events("worker_started")) == 3
+        assert len(job.events("worker_started")) == 2
 
 
 @pytest.mark.soak
@@ -103,13 +103,13 @@ def test_row_09_all_but_one_raise_and_the_one_goes_on(tmp_path, undisturbed):
 
 
 def test_row_10_code_that_raises_on_all_workers_ends_the_job_with_the_traceback(tmp_path):
-    with run(tmp_path, fault(-1, "data", step=5, what="raise", always=True)) as job:
+    with run(tmp_path, fault(-1, "data", step=5, what="raise", always=True), workers=2) as job:
         assert job.finish() == 3, job.logs()
         assert "planned failure in data at step 5" in job.output
         summary = job.summary
         assert summary["status"] == "failed" and "failed on every worker at step 6" in summary["message"]
         assert "Traceback" in summary["traceback"] and str(FAULTY) in summary["traceback"]
-        assert len(job.events("worker_started")) == 3
+        assert len(job.events("worker_started")) == 2
         assert job.processes_left() == []
 
 
@@ -144,11 +144,11 @@ def test_row_10_sys_exit_on_all_workers_ends_the_job_like_any_failure(tmp_path):
     ],
 )
 def test_row_10_at_start_up_on_all_workers(tmp_path, where, what):
-    with run(tmp_path, fault(-1, where, what=what, always=True, incarnation=-1)) as job:
+    with run(tmp_path, fault(-1, where, what=what, always=True, incarnation=-1), workers=2) as job:
         assert job.finish() == 3, job.logs()
         assert f"planned failure in {where}" in job.output or "SystemExit: planned exit" in job.output
         assert job.lines("ledger.jsonl") == []
-        assert len(job.events("worker_started")) <= 6
+        assert len(job.events("worker_started")) <= 4
         assert job.processes_left() == []
 
 

@@ -87,7 +87,7 @@ def assert_as_undisturbed(run_dir: Path, plain: Path, steps: int = STEPS) -> Non
     [([(1, 52)], 3), pytest.param([(3, 52), (1, 57)], 4, marks=pytest.mark.soak)],
     ids=["and once more", "and twice within one pass"],
 )
-def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(
+def test_rows_16_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(
     tmp_path: Path, plain: Path, kills: list[tuple[int, int]], workers_at_last: int
 ) -> None:
     """During a save, and in the second pass (of 21 steps). Dropout and a learning rate schedule are on.
@@ -112,7 +112,7 @@ def test_row_17_killed_as_a_whole_and_resumed_with_other_numbers_of_workers(
             assert (killed["step"], killed["pass"]) == (step, 2)
         newest.append(saved_steps(run_dir)[-1])
     assert set(newest[1:]) == {50}
-    with job(run_dir, workers=workers_at_last) as last:
+    with job(run_dir, workers=workers_at_last, pace_s=0.0) as last:
         assert last.finish() == 0, last.logs()
         resumed = last.events("run_resumed")
         assert [(event["step"], event["samples"]) for event in resumed] == [(step, 48 * step) for step in newest]
@@ -163,7 +163,7 @@ def test_row_18_damage_a_failing_disk_and_the_death_of_who_saves(tmp_path: Path,
     file.write_bytes(bytes(content))
     verified = elastic_train("checkpoint", "verify", str(run_dir))
     assert verified.returncode == 1 and f"{step}: DAMAGED" in verified.stdout and f"{before}: good" in verified.stdout
-    with job(run_dir, workers=2) as resumed:
+    with job(run_dir, workers=2, pace_s=0.0) as resumed:
         assert resumed.finish() == 0, resumed.logs()
         assert f"checkpoint {step} is damaged" in resumed.output and "expected" in resumed.output
         assert resumed.events("run_resumed")[-1]["step"] == before
@@ -196,7 +196,7 @@ def test_row_19_sigterm_saves_and_the_orders_of_the_command_line(tmp_path: Path,
         assert saved_steps(run_dir) == [int(step), stopped["step"]]
         assert not [e for e in running.events("restart_scheduled") if e["slot"] == 0]
         assert not [e for e in running.events("worker_died") if e["slot"] != 0]
-    with job(run_dir, "--resume", "must", workers=1) as resumed:
+    with job(run_dir, "--resume", "must", workers=1, pace_s=0.0) as resumed:
         assert resumed.finish() == 0, resumed.logs()
         assert resumed.events("run_resumed")[-1]["step"] == stopped["step"]
     assert_as_undisturbed(run_dir, plain)

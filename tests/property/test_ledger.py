@@ -6,13 +6,14 @@ import copy
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.data.ledger import Report, Witness, verify
 from elastic_train.data.sampler import Sampler
+from tests.property.examples import examples
 
-property_test = settings(derandomize=True, deadline=None, max_examples=300)
+property_test = examples(300)
 Lines = list[dict[str, Any]]
 
 
