@@ -250,8 +250,9 @@ class Config:
       exchange_dtype: "bfloat16" rounds each shard's gradient of float32, and each sum of two, to 16 bits: half as many
         bytes to send. Another rounding, but the same for any number of workers. Empty exchanges what there is.
       early_update: "always" queues the update behind the exchange before it is known whether the step counts, so that
-        a device has no need to wait for that. It needs room for the state before and after. "auto" does so if that is
-        no more than the step needs anyway, or fits into half of the device's memory. No part of the numbers.
+        a device has no need to wait for that. It needs room for the state before and after, and for a third one if
+        training is not to wait while a state is copied for a checkpoint. "auto" does so if all of it is no more than
+        the gradients need anyway, or fits into half of the device's memory. No part of the numbers.
       checkpoint: when the state is saved.
       faults: time limits and budgets.
     """

@@ -384,10 +384,11 @@ class Training:
         self._record = record
 
     def _before_update(self) -> None:
-        """The state is about to be donated. Nobody who copies it may be interrupted by that."""
+        """The state is about to be replaced. Nobody who copies it may be interrupted by that."""
         self._held.moving.acquire()
         self._is_moving = True
-        self._keeping.before_update()
+        if self._local.num_states < 3:  # what is being copied for a checkpoint has no room beside the next one
+            self._keeping.before_update()
 
     def _send_record(self, is_alone: bool = False) -> None:
         """Every member keeps the record until it is known to be on disk; the first one sends it, or the one that may be

@@ -87,7 +87,7 @@ class Stepper:
       batches: how a step's batch is cut.
       phase: told what is being done, for the display and for whoever looks for a stuck worker.
       worked: told how many seconds this member's part of a step took, and how many shards that was.
-      before_update: called when the state is about to be donated.
+      before_update: called when the state is about to be replaced.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Stepper:
         exchange = self._group.exchange
         total, votes = exchange(sums, vote.pack(), marks)
         means = self._local.means(total)
-        after = None if self._local.donates else self._local.update(state, total, size)
+        after = None if self._local.num_states == 1 else self._local.update(state, total, size)
         for value in means.values():
             value.copy_to_host_async()
         for shard in run_of(self._group.plan.num_shards, self._group.plan.num_members, self._group.rank):

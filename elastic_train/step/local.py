@@ -132,11 +132,11 @@ class LocalProgram:
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
         self._shard = self._aot(self._marked_sums, (), *arrays.values(), *example, numbers, marks)
         self._add = self._aot(lambda a, b: tuple(add(x, y) for x, y in zip(a, b, strict=True)), (), sums, sums)
-        self.donates = not self._holds_two()
+        self.num_states = self._states_with_room()
         # Each worker compiles and applies the update by itself, and all must come to the same bits. On a GPU,
         # autotuning may choose another kernel in each process, which adds up a norm, say, in another order.
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
-        donated = (0, 1, 2) if self.donates else ()
+        donated = (0, 1, 2) if self.num_states == 1 else ()
         self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self._scale(1), options=same)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
@@ -166,19 +166,23 @@ class LocalProgram:
         lowered = jax.jit(function, donate_argnums=donate, out_shardings=where).lower(*shapes)
         return lowered.compile(compiler_options=dict(options or {}) or None)
 
-    def _holds_two(self) -> bool:
-        """Whether there is room for the state after a step beside the one before it."""
+    def _states_with_room(self) -> int:
+        """How many states fit beside each other: 1, 2 (those before and after a step) or 3 (and one that is copied)."""
         choice = self._trainer.config.early_update
-        if choice != "auto" or self._device.platform == "cpu":
-            return choice != "never"
+        if choice == "never":
+            return 1
+        if self._device.platform == "cpu":
+            return 3
         state = sum(leaf.nbytes for leaf in jax.tree.leaves(self.initial.arrays))
-        # The exchange holds the vectors four times: as leaves, as they are sent, received, and added up.
-        needed = 2 * state + 4 * self.layout.num_bytes
+        # The exchange holds a partial sum four times: as it is, as it is sent, received, and added up.
+        sums = 4 * self.layout.num_bytes
         found, stats = self._shard.memory_analysis(), self._device.memory_stats() or {}
-        if found is None:
-            return False
-        peak = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-        return needed <= max(peak, stats.get("bytes_limit", 0) // 2)
+        peak = 0
+        if found is not None:
+            peak = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        room = max(peak, stats.get("bytes_limit", 0) // 2)
+        fitting = next((number for number in (3, 2) if number * state + sums <= room), 1)
+        return max(2, fitting) if choice == "always" else fitting
 
     def rehearse(self, inputs: Inputs, state: TrainState) -> None:
         """Runs the programs of a step once, and forgets what they give. A device loads kernels and libraries when they
@@ -187,7 +191,7 @@ class LocalProgram:
         arrays = state.arrays
         sums, marks = self._shard(*arrays.values(), *inputs[1:], self._no_marks)
         done = [self._add(sums, sums), self.means(sums), self._as_marks(self._fingerprint(arrays)), marks]
-        if not self.donates:
+        if self.num_states > 1:
             done.append(self._update(*arrays.values(), sums, *self._scale(1)))
         jax.block_until_ready(done)
 
@@ -231,7 +235,7 @@ class LocalProgram:
         return self._means([total[i] for i in self._of_means])
 
     def update(self, state: TrainState, total: Sums, num_samples: int) -> TrainState:
-        """The state after the step. If `donates`, the old state's arrays are gone."""
+        """The state after the step. If there is room for one state only, the old one's arrays are gone."""
         arrays = self._update(*state.arrays.values(), total, *self._scale(num_samples))
         return TrainState(state.step + 1, state.samples + num_samples, *arrays)
 

@@ -11,20 +11,26 @@ import threading
 import time
 
 
+def say(line: str) -> None:
+    """Two threads speak: each line is written at once, its end included."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def meet(nodes: list[int], node: int) -> None:
     """The first collective of `nodes`, on each one's first device."""
     from elastic_train.step.reduce import Gather, Meeting
 
     devices = [device(member) for member in nodes]
     gather = Gather(Meeting(devices, device(node)), 4)
-    print("meeting", flush=True)
+    say("meeting")
     try:
         gather([1] * 4)
     except Exception as error:
         print(error, file=sys.stderr, flush=True)
-        print("not met", flush=True)
+        say("not met")
     else:
-        print("met", flush=True)
+        say("met")
 
 
 def device(node: int):
@@ -50,12 +56,12 @@ def main() -> None:
     state.client = client = _jax.get_distributed_runtime_client(address, node, init_timeout=60, heartbeat_timeout=60)
     client.connect()
     local = ",".join(str(device.id) for device in jax.local_devices())
-    print("devices", len(jax.devices()), local, flush=True)
+    say(f"devices {len(jax.devices())} {local}")
     for line in sys.stdin:
         match line.split():
             case ["live", nodes]:
                 alive = client.get_live_nodes([int(number) for number in nodes.split(",")])
-                print("live", ",".join(map(str, sorted(alive))), flush=True)
+                say("live " + ",".join(map(str, sorted(alive))))
             case ["meet", nodes]:
                 members = [int(number) for number in nodes.split(",")]
                 threading.Thread(target=meet, args=(members, node), daemon=True).start()
@@ -64,7 +70,7 @@ def main() -> None:
                 ids = [device(member).id for member in members]
                 while not fail_gloo_meeting(ids, members.index(int(absent)), members.index(node)):
                     time.sleep(0.01)
-                print("heard", flush=True)
+                say("heard")
             case ["exit"]:
                 break
     client.shutdown()
