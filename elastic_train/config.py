@@ -238,7 +238,7 @@ class Config:
         gradients of its slices one after the other, and all are added in one fixed order, so the weights do not
         depend on how many workers there are. Part of the numbers: another value rounds differently and gives
         other random keys. As many shards as workers use a GPU best; more divide better after a loss, but make
-        each program smaller: with a GPT of 354M parameters two per GPU cost 8 %, four 22 %.
+        each program smaller: with a GPT of 354M parameters two per GPU cost 6 %, four 19 %.
       seed: start of every random key and of the order of the samples.
       eval_every: steps between two evaluations; 0 evaluates once at the end.
       log_every: steps between two lines of `metrics.jsonl`.
