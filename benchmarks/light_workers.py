@@ -18,8 +18,8 @@ from elastic_train.coordinator.client import Link
 from elastic_train.membership.group import Identity, View
 
 HEARTBEAT_S = 60
-TOGETHER = 32
-"""How many workers of one process connect at the same time."""
+TOGETHER = 4
+"""How many workers of one process connect at the same time. More would wait for its interpreter's lock."""
 
 LIMIT_S = 120.0
 
