@@ -110,7 +110,8 @@ class Stepper:
         """Tries the step that follows `state`, once. In this order:
 
         1. local gradients; a worker whose own code raised takes part all the same, with zeros and a vote against
-        2. the exchange, and behind it the update, if there is room for its result; both are queued at once
+        2. the exchange, and behind it the update, if there is room for its result; both are queued at once, on
+           accelerators before the gradients are there
         3. when gradients and exchange are there, the exit barrier of `live_devices`
         4. after a commit, and only then, the new state counts. If it takes the old one's place, it is computed now
 
@@ -125,17 +126,23 @@ class Stepper:
         def body() -> tuple[_Queued, np.ndarray]:
             initial = self._local.marks(state, vote.checked)
             sums, marks, finish = self._partial_sums(state, initial, raised)
-            try:
-                queued = self._queue(state, sums, marks, replace(vote, ok=False) if raised else vote, size)
-            except Exception:
-                if finish():
-                    raise  # the sums are there, so it is the exchange
-                queued = None
-            if queued is None or not finish():
+            said = replace(vote, ok=False) if raised else vote
+            queued, trouble = None, None
+            if self._local.queues_ahead:
+                try:
+                    queued = self._queue(state, sums, marks, said, size)
+                except Exception as error:
+                    trouble = error
+            if not finish():
                 # What was queued has nothing to work with, so it sends nothing. The others wait for this instead.
-                queued = self._queue(state, [self._local.zeros()], initial, replace(vote, ok=False), size)
+                sums, marks, said = [self._local.zeros()], initial, replace(vote, ok=False)
+                queued = None
+            elif trouble is not None:
+                raise trouble
+            exchange = self._group.exchange  # which may have to be waited for
             self._phase("exchange")
-            return queued, self._group.exchange.wait(queued.votes)
+            queued = queued or self._queue(state, sums, marks, said, size)
+            return queued, exchange.wait(queued.votes)
 
         self._num_reused = 0
         verdict, queued = self._group.attempt(body, step=state.step + 1)

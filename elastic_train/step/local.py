@@ -133,6 +133,9 @@ class LocalProgram:
         self._shard = self._aot(self._marked_sums, (), *arrays.values(), *example, numbers, marks)
         self._add = self._aot(lambda a, b: tuple(add(x, y) for x, y in zip(a, b, strict=True)), (), sums, sums)
         self.num_states = self._states_with_room()
+        # A CPU may run what it is given at once, in the thread that gives it. Whoever gives it an exchange would wait
+        # for the others, and seem to be still computing.
+        self.queues_ahead = self._device.platform != "cpu"
         # Each worker compiles and applies the update by itself, and all must come to the same bits. On a GPU,
         # autotuning may choose another kernel in each process, which adds up a norm, say, in another order.
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}

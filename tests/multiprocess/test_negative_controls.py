@@ -81,7 +81,7 @@ def test_a_death_is_survived_with_the_mechanism_and_not_without(tmp_path, monkey
         program = ("-c", WITHOUT_TOMBSTONE)
     elif not armed:
         monkeypatch.setenv("DISARM", mechanism)
-    options = ("--steps", "1000000", "--set", NEVER, "faults.doubt_timeout_s=300")
+    options = ("--steps", "1000000", "--set", NEVER, "faults.doubt_timeout_s=300", "faults.step_timeout_s=400")
     killed = fault(0, "exchange", step=10)
     with Job(tmp_path / "run", FAULTY, *options, workers=4, faults=[killed], program=program) as job:
         if armed:

@@ -35,9 +35,18 @@ def test_row_08_code_that_raises_once_is_retried_by_all(tmp_path, undisturbed):
         assert len(job.events("worker_started")) == 3
 
 
-@pytest.mark.parametrize("update", ["always", pytest.param("never", marks=pytest.mark.soak)])
-def test_row_08_a_callback_that_raises_on_the_device_is_voted_on(tmp_path, undisturbed, update):
-    """When it does, the exchange is queued behind it already, and the update."""
+@pytest.mark.parametrize(
+    ("ahead", "update"),
+    [
+        (True, "always"),
+        pytest.param(True, "never", marks=pytest.mark.soak),
+        pytest.param(False, "always", marks=pytest.mark.soak),
+    ],
+)
+def test_row_08_a_callback_that_raises_on_the_device_is_voted_on(tmp_path, undisturbed, monkeypatch, ahead, update):
+    """On accelerators the exchange is queued behind it already, and the update."""
+    if ahead:
+        monkeypatch.setenv("QUEUE_AHEAD", "1")
     faults = (fault(1, "shard", step=10, what="callback"), fault(0, "shard", step=20, what="callback"))
     with run(tmp_path, *faults, workers=2, options=("--set", f"early_update={update}")) as job:
         assert job.finish() == 0, job.logs()

@@ -12,6 +12,7 @@ import elastic_train
 from elastic_train.membership import watchdog
 from elastic_train.plain import Nobody, fit_alone
 from elastic_train.step import reduce
+from elastic_train.step.local import LocalProgram
 from tests.unit.test_reading import Reading, ReadingConfig
 
 KNOWN = {
@@ -45,14 +46,20 @@ class Listener(Nobody):
         self.shards += num_shards
 
 
-def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an endless kernel could not be told from waiting for one."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Otherwise an endless kernel could not be told from waiting for one.
+
+    On accelerators the exchange is queued ahead of that. On CPUs it may run in the thread that queues it.
+    """
+    if ahead:
+        monkeypatch.setattr(LocalProgram, "queues_ahead", property(lambda self: True, lambda self, value: None), False)
     exchange, wait = reduce.Exchange.__call__, reduce.Exchange.wait
     listener = Listener()
     queued, checked = [], []
 
     def queueing(self, partials, vote, marks):
-        assert listener.phases[-1] != "exchange"
+        assert (listener.phases[-1] == "exchange") == (not ahead)
         queued.append((partials, marks))
         return exchange(self, partials, vote, marks)
 
