@@ -296,11 +296,13 @@ class Training:
             if self._is_moving:  # state and record belong together from here on
                 self._is_moving = False
                 self._held.moving.release()
+        step_before = before.step
+        del before  # whoever computes in a hook shall not find two states on the device
         if isinstance(outcome.verdict, Commit):
             self._failures.committed()
             self._failure = ""
             if outcome.verdict.skipped:
-                self._note_nonfinite(outcome.verdict.skipped, before.step, "skip", outcome.metrics)
+                self._note_nonfinite(outcome.verdict.skipped, step_before, "skip", outcome.metrics)
             self._phase("hook")
             self._failure = self._trainer._step_committed(
                 self.state.step, self.state.samples, outcome.metrics, outcome.verdict.skipped is not None

@@ -101,6 +101,7 @@ class Spares:
         self._orders: queue.SimpleQueue[_Wanted | _Worker] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="spares", daemon=True)
         # What follows belongs to the thread.
@@ -137,7 +138,8 @@ class Spares:
     def close(self) -> None:
         """Ends every spare. Workers that were spares must be gone."""
         self._closing.set()
-        self._wake.send(b"\0")
+        with contextlib.suppress(BlockingIOError):
+            self._wake.send(b"\0")
         if self._thread.is_alive():
             self._thread.join((self._number + 1) * KILL_LIMIT_S)
         for end in (self._wake, self._woken):
@@ -145,7 +147,8 @@ class Spares:
 
     def _order(self, order: _Wanted | _Worker) -> None:
         self._orders.put(order)
-        self._wake.send(b"\0")
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            self._wake.send(b"\0")
 
     # The thread -----------------------------------------------------------------------------------
 
@@ -213,7 +216,11 @@ class Spares:
             if isinstance(order, _Worker):
                 self._watch(order)
             elif order.answer.set_running_or_notify_cancel():
-                order.answer.set_result(self._hand_over(order))
+                process = None
+                try:
+                    process = self._hand_over(order)
+                finally:  # whatever goes wrong here, a worker waits to be started
+                    order.answer.set_result(process)
 
     def _refuse_all(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -277,7 +284,11 @@ class Spares:
 
     def _hand_over(self, wanted: _Wanted) -> subprocess.Popen[bytes] | None:
         for spare in [spare for spare in self._spares if spare.imported]:
-            refusal = self._offer(spare, wanted)
+            try:
+                with wanted.log.open("ab") as output:
+                    refusal = self._offer(spare, wanted, output.fileno())
+            except OSError:  # the worker's log cannot be written: no fault of this process
+                return None
             if not refusal:
                 self._write(spare, f"is the worker {wanted.log.stem} now")
                 self._forget(spare)
@@ -290,7 +301,7 @@ class Spares:
         self._due = max(self._due, time.monotonic() + REST_S)  # it is about to be
         return None
 
-    def _offer(self, spare: _Spare, wanted: _Wanted) -> str:
+    def _offer(self, spare: _Spare, wanted: _Wanted, output: int) -> str:
         """Tells `spare` which worker it is. Returns why it cannot be that one."""
         if different := fixed_differences(self._environment, wanted.environment):
             return f"it was started with other values of {', '.join(different)}"
@@ -298,8 +309,7 @@ class Spares:
         told = {"environment": told_later(wanted.environment), "descriptors": names}
         spare.channel.settimeout(ANSWER_LIMIT_S)
         try:
-            with wanted.log.open("ab") as output:
-                send(spare.channel, told, [output.fileno(), *wanted.descriptors.values()])
+            send(spare.channel, told, [output, *wanted.descriptors.values()])
             answer, _ = receive(spare.channel)
         except TimeoutError:
             return f"it did not answer within {ANSWER_LIMIT_S:g} s"
@@ -317,8 +327,12 @@ class Spares:
         """Kills it, if it does not end by itself within `patience_s`, and keeps what it wrote. Returns how it ended."""
         self._forget(spare)
         spare.channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            spare.process.wait(patience_s)
+        # While it is not reaped, its id is nobody else's.
+        limit = time.monotonic() + patience_s
+        while not os.waitid(os.P_PID, spare.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+            if time.monotonic() >= limit:
+                break
+            time.sleep(0.01)
         kill_group(spare.process.pid)
         exit_code = spare.process.wait(KILL_LIMIT_S)
         ended = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

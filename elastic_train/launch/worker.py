@@ -25,7 +25,7 @@ from elastic_train.config import report_interval_s
 from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
-from elastic_train.errors import EXIT_CARRIED, EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE
+from elastic_train.errors import EXIT_CARRIED, EXIT_LOST, EXIT_REJOIN, EXIT_USER_CODE, ElasticTrainError
 from elastic_train.launch.channel import READY, send
 from elastic_train.launch.environment import SECRET_VARIABLE, SPARE_VARIABLE, WorkerSettings
 from elastic_train.launch.spare import Loaded, load, open_channel, wait_to_be_used
@@ -120,6 +120,7 @@ def _prepare(
     )
     times.enter("backend")
     jax_private.create_backend()
+    _check_platform(settings)
     times.enter("wait")
     directory = member.compiled_directory(job.run_dir, job.platform, deterministic=job.deterministic)
     if job.platform == "cpu":
@@ -154,6 +155,24 @@ def _prepare(
         print(f"the state that this slot's last worker left: {found}", file=sys.stderr, flush=True)
     programs.complete()
     return training, code
+
+
+def _check_platform(settings: WorkerSettings) -> None:
+    """JAX goes on with the CPU if it cannot use a GPU. A worker that did so would break the others' exchange.
+
+    Raises:
+      ElasticTrainError: this worker's device is not of the job's platform.
+    """
+    import jax
+
+    device = jax.local_devices()[0]
+    if (device.platform == "cpu") != (settings.job.platform == "cpu"):
+        raise ElasticTrainError(
+            f"slot {settings.identity.slot}'s worker found a device of platform {device.platform!r}, and the job "
+            f"computes on {settings.job.platform!r}: JAX could not use the device. Its own messages are in this log. "
+            "If the recipe touches the GPU while it is imported, with another library, a process that is held ready "
+            "cannot use it: set faults.warm_spares=0"
+        )
 
 
 def _trace(settings: WorkerSettings) -> "BlockTrace | None":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -66,13 +67,11 @@ class _Queued(NamedTuple):
 
     Attributes:
       total: the sum over all shards.
-      votes: int32[members, VOTE_SIZE].
       means: the step's metrics, float32[] each.
       after: the state after the step; None if it takes the place of the one before, which it may not do yet.
     """
 
     total: Sums
-    votes: jax.Array
     means: dict[str, jax.Array]
     after: TrainState | None
 
@@ -104,14 +103,15 @@ class Stepper:
         self._batches, self._phase, self._worked = batches, phase, worked
         self._before_update = before_update
         self._kept = Kept()
+        self._scale: tuple[jax.Array, ...] = ()
         self._num_reused = 0
 
     def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
         """Tries the step that follows `state`, once. In this order:
 
         1. local gradients; a worker whose own code raised takes part all the same, with zeros and a vote against
-        2. the exchange, and behind it the update, if there is room for its result; both are queued at once, on
-           accelerators before the gradients are there
+        2. the exchange, on accelerators queued before the gradients are there, and behind it the update, if there is
+           room for its result
         3. when gradients and exchange are there, the exit barrier of `live_devices`
         4. after a commit, and only then, the new state counts. If it takes the old one's place, it is computed now
 
@@ -124,25 +124,26 @@ class Stepper:
         size = self._batches.size(self._group.plan.num_members)
 
         def body() -> tuple[_Queued, np.ndarray]:
-            initial = self._local.marks(state, vote.checked)
-            sums, marks, finish = self._partial_sums(state, initial, raised)
+            marks = self._local.marks(state, vote.checked)
+            sums, marks, finish = self._partial_sums(state, marks, size, raised)
             said = replace(vote, ok=False) if raised else vote
-            queued, trouble = None, None
+            sent, is_there = None, None
             if self._local.queues_ahead:
                 try:
-                    queued = self._queue(state, sums, marks, said, size)
-                except Exception as error:
-                    trouble = error
-            if not finish():
+                    sent = self._group.exchange(sums, said.pack(), marks)
+                except Exception:
+                    is_there = finish()
+                    if is_there:  # so it is the exchange
+                        raise
+            if not (finish() if is_there is None else is_there):
                 # What was queued has nothing to work with, so it sends nothing. The others wait for this instead.
-                sums, marks, said = [self._local.zeros()], initial, replace(vote, ok=False)
-                queued = None
-            elif trouble is not None:
-                raise trouble
+                said, sent = replace(vote, ok=False, checked=False), None
+                sums, marks = [self._local.zeros()], self._local.marks(state, checked=False)
             exchange = self._group.exchange  # which may have to be waited for
             self._phase("exchange")
-            queued = queued or self._queue(state, sums, marks, said, size)
-            return queued, exchange.wait(queued.votes)
+            total, votes = sent or exchange(sums, said.pack(), marks)
+            queued = self._queue(state, total, size, may_commit=said.ok)
+            return queued, exchange.wait(votes)
 
         self._num_reused = 0
         verdict, queued = self._group.attempt(body, step=state.step + 1)
@@ -157,23 +158,26 @@ class Stepper:
             if verdict.skipped is not None:
                 state = _moved_on(state, size)
             else:
-                state = queued.after or self._local.update(state, queued.total, size)
+                state = queued.after or self._local.update(state, queued.total, size, self._scale)
         metrics = {name: float(value) for name, value in jax.device_get(values).items()}
         return Outcome(verdict, state, metrics, raised[0] if raised else "", self._num_reused)
 
-    def _queue(self, state: TrainState, sums: Sequence[Sums], marks: Marks, vote: Vote, size: int) -> _Queued:
-        """Queues the exchange on the device, behind what computes the sums, and all that follows from it and can be
-        thrown away. Waits for nothing: so the device has something to do while the host finds out what counts, and
-        brings the next step's samples to the device."""
-        exchange = self._group.exchange
-        total, votes = exchange(sums, vote.pack(), marks)
+    def _queue(self, state: TrainState, total: Sums, size: int, may_commit: bool) -> _Queued:
+        """Queues on the device, behind the exchange, all that follows from it and can be thrown away, and brings the
+        next step's samples there. So the device has something to do while the host finds out what counts."""
         means = self._local.means(total)
-        after = None if self._local.num_states == 1 else self._local.update(state, total, size)
         for value in means.values():
             value.copy_to_host_async()
+        after = None
+        if may_commit and self._local.num_states > 1:
+            try:
+                after = self._local.update(state, total, size, self._scale)
+            except Exception as error:
+                # The exchange is under way, and this is no reason not to take part. What is wrong shows later.
+                print(f"elastic_train: the update could not be queued: {error}", file=sys.stderr, flush=True)
         for shard in run_of(self._group.plan.num_shards, self._group.plan.num_members, self._group.rank):
             self._data.refine(state.samples + size, shard, partial(self._place, state.step + 1, shard))
-        return _Queued(total, votes, means, after)
+        return _Queued(total, means, after)
 
     def _place(self, step: int, shard: int, samples: Shard | Inputs) -> Inputs:
         if not isinstance(samples, Inputs):
@@ -181,7 +185,7 @@ class Stepper:
         return samples if samples.step == step else self._local.place(step, shard, samples.batch, samples.weight)
 
     def _partial_sums(
-        self, state: TrainState, marks: Marks, raised: list[str]
+        self, state: TrainState, marks: Marks, size: int, raised: list[str]
     ) -> tuple[list[Sums], Marks, Callable[[], bool]]:
         """This member's partial sums, which need not be there yet, and their marks. The function waits for them, and
         gives False if that fails. Adds to `raised` what the user's code raises."""
@@ -224,7 +228,8 @@ class Stepper:
             return True
 
         try:
-            self._data.expect(state, missing, run, self._batches.size(plan.num_members))
+            self._scale = self._local.scale(size)
+            self._data.expect(state, missing, run, size)
             sums = [fold(node, shard_sums, self._local.add, found) for node in nodes]
         except (Exception, SystemExit) as error:
             failed(error)

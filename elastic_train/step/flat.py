@@ -32,9 +32,10 @@ def add(left: jax.Array, right: jax.Array) -> jax.Array:
     dtype = left.dtype
     if dtype.itemsize != 2 or not jnp.issubdtype(dtype, jnp.floating):
         return left + right
-    about = jnp.finfo(dtype)
     total = left.astype(jnp.float32) + right.astype(jnp.float32)
-    return jax.lax.reduce_precision(total, about.nexp, about.nmant).astype(dtype)
+    if dtype != jnp.bfloat16:  # rounding to the width of float16 would lose its smallest numbers
+        return jax.lax.optimization_barrier(total.astype(dtype))
+    return jax.lax.reduce_precision(total, 8, 7).astype(dtype)
 
 
 class Layout:
@@ -100,7 +101,9 @@ class Cut:
 
         self._pieces = [[i] for i in range(len(leaves)) if is_piece(i)]
         for name in sorted({str(leaf.dtype) for leaf in leaves}):
-            small = [i for i, leaf in enumerate(leaves) if str(leaf.dtype) == name and not is_piece(i)]
+            small = [
+                i for i, leaf in enumerate(leaves) if str(leaf.dtype) == name and not is_piece(i) and self._sizes[i]
+            ]
             # What is checked comes first, so that one number says where it ends.
             self._pieces += [sorted(small, key=lambda i: not layout.checked[i])] if small else []
 
@@ -118,7 +121,10 @@ class Cut:
 
     def leaves(self, pieces: Sequence[jax.Array]) -> Sums:
         """The leaves from whole pieces, array[parts * size] each; traceable."""
-        found: list[Any] = [None] * len(self._sizes)
+        # Those without elements are in no piece.
+        found: list[Any] = [
+            None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._layout.leaves
+        ]
         for piece, vector in zip(self._pieces, pieces, strict=True):
             start = 0
             for i in piece:

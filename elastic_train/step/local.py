@@ -140,7 +140,7 @@ class LocalProgram:
         # autotuning may choose another kernel in each process, which adds up a norm, say, in another order.
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
         donated = (0, 1, 2) if self.num_states == 1 else ()
-        self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self._scale(1), options=same)
+        self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self.scale(1), options=same)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
@@ -177,7 +177,8 @@ class LocalProgram:
         if self._device.platform == "cpu":
             return 3
         state = sum(leaf.nbytes for leaf in jax.tree.leaves(self.initial.arrays))
-        # The exchange holds a partial sum four times: as it is, as it is sent, received, and added up.
+        # The exchange holds a partial sum four times: as it is, as it is sent, received, and added up. A member has one
+        # if there are as many shards as members; for more there is what is left.
         sums = 4 * self.layout.num_bytes
         found, stats = self._shard.memory_analysis(), self._device.memory_stats() or {}
         peak = 0
@@ -195,7 +196,7 @@ class LocalProgram:
         sums, marks = self._shard(*arrays.values(), *inputs[1:], self._no_marks)
         done = [self._add(sums, sums), self.means(sums), self._as_marks(self._fingerprint(arrays)), marks]
         if self.num_states > 1:
-            done.append(self._update(*arrays.values(), sums, *self._scale(1)))
+            done.append(self._update(*arrays.values(), sums, *self.scale(1)))
         jax.block_until_ready(done)
 
     def give_initial(self) -> TrainState:
@@ -237,13 +238,13 @@ class LocalProgram:
         update, if that comes after."""
         return self._means([total[i] for i in self._of_means])
 
-    def update(self, state: TrainState, total: Sums, num_samples: int) -> TrainState:
+    def update(self, state: TrainState, total: Sums, num_samples: int, scale: tuple[jax.Array, ...]) -> TrainState:
         """The state after the step. If there is room for one state only, the old one's arrays are gone."""
-        arrays = self._update(*state.arrays.values(), total, *self._scale(num_samples))
+        arrays = self._update(*state.arrays.values(), total, *scale)
         return TrainState(state.step + 1, state.samples + num_samples, *arrays)
 
-    def _scale(self, num_samples: int) -> tuple[jax.Array, ...]:
-        """The factor on the update, float32[]; nothing if the trainer does not ask for one."""
+    def scale(self, num_samples: int) -> tuple[jax.Array, ...]:
+        """The factor on the update, float32[]; nothing if the trainer does not ask for one. Asks the user's code."""
         if not self._trainer._scales_updates():
             return ()
         return (jax.device_put(np.float32(self._trainer.learning_rate_scale(num_samples)), self._device),)

@@ -11,6 +11,7 @@ import pytest
 import elastic_train
 from elastic_train.membership import watchdog
 from elastic_train.plain import Nobody, fit_alone
+from elastic_train.state import params_sha256
 from elastic_train.step import reduce
 from elastic_train.step.local import LocalProgram
 from tests.unit.test_reading import Reading, ReadingConfig
@@ -83,3 +84,27 @@ def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.Monk
     assert taken[: len(step)] == step
     assert without_repeats[-5:] == ["hook", "evaluate", "compile", "gather", "barrier"]
     assert listener.phases.count("evaluate") == 4  # one for each batch
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_update_that_cannot_be_queued_is_made_after_the_commit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ahead: bool
+) -> None:
+    """The exchange is under way by then, and the others count on this member."""
+    config = ReadingConfig(steps=4)
+    expected = params_sha256(fit_alone(Reading(config)).state)
+    update, num_calls = LocalProgram.update, 0
+
+    def fails_once(self, *args):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise RuntimeError("planned: out of memory")
+        return update(self, *args)
+
+    monkeypatch.setattr(LocalProgram, "update", fails_once)
+    if ahead:
+        monkeypatch.setattr(LocalProgram, "queues_ahead", property(lambda self: True, lambda self, value: None), False)
+    result = fit_alone(Reading(config))
+    assert num_calls == 5 and params_sha256(result.state) == expected
+    assert "the update could not be queued: planned: out of memory" in capfd.readouterr().err

@@ -38,6 +38,12 @@ def test_a_sum_of_16_bit_numbers_is_rounded_before_it_is_used():
     assert jax.jit(lambda x, y: add(x, add(y, y)))(big, one).tolist() == [258, 258, 258]
 
 
+def test_the_smallest_numbers_of_16_bits_are_not_lost():
+    for dtype in (jnp.float16, jnp.bfloat16):
+        small = jnp.array([1e-5, 3e-5, 6e-8, 1.0], dtype)
+        assert jax.jit(add)(small, small).tolist() == (np.asarray(small) * 2).tolist()
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("large_bytes", [1, 40, 10**9])
 def test_leaves_come_back_from_their_pieces(num_parts, large_bytes):
@@ -46,8 +52,9 @@ def test_leaves_come_back_from_their_pieces(num_parts, large_bytes):
         jnp.full(1, 7, jnp.float32),
         jnp.arange(6, dtype=jnp.int32).reshape(1, 2, 3),
         jnp.arange(9, dtype=jnp.bfloat16).reshape(1, 9),
+        jnp.zeros((1, 0, 4), jnp.int8),  # the only one of its dtype, without elements
     )
-    layout = Layout([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves], [False, True, True, True])
+    layout = Layout([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves], [False, True, True, True, True])
     cut = Cut(layout, num_parts, large_bytes)
     pieces = cut.pieces(leaves)
     assert {piece.shape[0] for piece in pieces} == {num_parts}

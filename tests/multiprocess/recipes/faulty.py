@@ -180,8 +180,8 @@ def damaging_heal(self, spread, state, donors, rank, receives):
     return arrays
 
 
-def damaging_update(self, state, total, num_samples):
-    after = update(self, state, total, num_samples)
+def damaging_update(self, state, total, *about):
+    after = update(self, state, total, *about)
     if strike("update") == "flip":
         return replace(after, params=flipped(after.params))
     if DIGESTS:
