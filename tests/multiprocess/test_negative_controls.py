@@ -24,12 +24,26 @@ NEVER = "faults.jax_heartbeat_timeout_s=600"
 """So that JAX's own detection does not do in time what our mechanism would have done."""
 
 WITHOUT_TOMBSTONE = """
-import sys
+import subprocess, sys
+from elastic_train.cli import main
+
+PATCHED = '
+import runpy
 from elastic_train.coordinator.jax_service import JaxService
 JaxService.tombstone = lambda self, node: None
-from elastic_train.cli import main
+runpy.run_module("elastic_train.launch.coordinator_process", run_name="__main__", alter_sys=True)
+'
+start = subprocess.Popen
+
+def patched(command, *args, **kwargs):
+    if command[1:3] == ["-m", "elastic_train.launch.coordinator_process"]:
+        command = [sys.executable, "-c", PATCHED, *command[3:]]
+    return start(command, *args, **kwargs)
+
+subprocess.Popen = patched
 sys.exit(main())
-"""
+""".replace("'", "'''")
+"""The coordinator is a process that the command starts."""
 
 
 def assert_goes_on(job: Job, dead: int, *survivors: int) -> None:
@@ -82,7 +96,9 @@ def test_a_death_is_survived_with_the_mechanism_and_not_without(tmp_path, monkey
     elif not armed:
         monkeypatch.setenv("DISARM", mechanism)
     options = ("--steps", "1000000", "--set", NEVER, "faults.doubt_timeout_s=300", "faults.step_timeout_s=400")
-    killed = fault(0, "exchange", step=10)
+    options = (*options, "eval_every=10")
+    # In the exchange all talk to all, so each sees that the dead one is gone. An evaluation's gather is a ring.
+    killed = fault(0, "evaluate" if mechanism == "gloo abort" else "exchange", step=10)
     with Job(tmp_path / "run", FAULTY, *options, workers=4, faults=[killed], program=program) as job:
         if armed:
             assert_goes_on(job, 0, 1, 2, 3)
@@ -90,6 +106,6 @@ def test_a_death_is_survived_with_the_mechanism_and_not_without(tmp_path, monkey
             with pytest.raises(AssertionError, match=rf"waited {GOES_ON_S:g} s for a step committed by slots"):
                 assert_goes_on(job, 0, 1, 2, 3)
             assert [event["slot"] for event in job.events("worker_died")] == [0]
-            # All wait in the barrier, or at least one of them still in the exchange before it.
+            # All wait in the barrier, or at least one of them still in the collective before it.
             last = {job.lines(f"{DIRECTORY}/{slot}-0.jsonl")[-1]["line"] for slot in (1, 2, 3)}
             assert last == {"enter"} if mechanism == "tombstone" else "concluded" in last
