@@ -60,8 +60,8 @@ def main() -> None:
         "--processes",
         type=int,
         default=0,
-        help="among which the workers are divided; 0 takes one for each 64 workers, at least 4: hundreds of threads "
-        "that wait for one interpreter's lock take the processor for that alone",
+        help="among which the workers are divided; 0 takes one for each 64 workers, at least 4: hundreds of threads"
+        " that wait for one interpreter's lock take the processor for that alone",
     )
     parser.add_argument("--rounds", type=int, default=5, help="deaths and returns")
     parser.add_argument("--barriers", type=int, default=20)

@@ -8,7 +8,7 @@ from typing import Literal
 MIN_STEP_TIMEOUT_S = 1.0
 """A busy machine delays reports, and a worker without reports counts as stuck."""
 
-MAX_REPORT_INTERVAL_S = 0.5
+REPORT_INTERVAL_S, MAX_REPORTS_PER_S = 0.5, 500
 """How often, at least, a worker says where it is, whether that has changed or not: a watchdog listens."""
 
 MAX_TIMEOUT_S = 1e6
@@ -40,10 +40,10 @@ _LEAST = {
 }
 
 
-def report_interval_s(step_timeout_s: float) -> float:
-    """How often workers say where they are, and how often the coordinator looks, in seconds: a standstill is found
-    within a quarter of `step_timeout_s` after it has run out."""
-    return min(MAX_REPORT_INTERVAL_S, step_timeout_s / 8)
+def report_interval_s(step_timeout_s: float, num_workers: int = 0) -> float:
+    """How often each of so many workers says where it is, and how often the coordinator looks (`num_workers` 0), in
+    seconds: a standstill is found within a quarter of `step_timeout_s` after it has run out."""
+    return min(max(REPORT_INTERVAL_S, num_workers / MAX_REPORTS_PER_S), step_timeout_s / 8)
 
 
 @dataclass(frozen=True, kw_only=True)

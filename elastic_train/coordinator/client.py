@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import grpc
 
-from elastic_train.config import MAX_REPORT_INTERVAL_S
+from elastic_train.config import REPORT_INTERVAL_S
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError
 from elastic_train.membership.group import Identity, View
@@ -102,7 +102,6 @@ class Link:
         self.on_stopped_now: Callable[[str], None] = _ignore
         self.on_evict: Callable[[str], None] = _ignore
         self.on_lost: Callable[[str], None] = _ignore
-        self.report_interval_s = MAX_REPORT_INTERVAL_S
         self._address = address
         self._metadata = wire.secret_metadata(secret)
         self._channel = security.open_channel(address, keepalive_s, tls)
@@ -116,6 +115,7 @@ class Link:
         self._place = _Place()
         self._work = _Work()
         self._report_due = 0.0
+        self._report_interval_s = REPORT_INTERVAL_S
         self._welcome = False
         self._formed: View | None = None
         self._lost: str | None = None
@@ -343,6 +343,7 @@ class Link:
             match kind:
                 case "welcome":
                     self._welcome = True
+                    self._report_interval_s = message.welcome.report_interval_s
                     self._save_state(message.welcome.save_state)
                     self._save_asked = message.welcome.save_asked.number
                 case "save_state":
@@ -412,7 +413,7 @@ class Link:
                     return None
                 if self._welcome and now >= self._report_due:
                     return self._progress([])
-                wait_s = self._report_due - now if self._welcome else self.report_interval_s
+                wait_s = self._report_due - now if self._welcome else self._report_interval_s
                 if self._records and self._welcome:
                     wait_s = min(wait_s, self._records_due - now)
                 self._changed.wait(wait_s)
@@ -424,7 +425,7 @@ class Link:
         return taken
 
     def _progress(self, records: list[str]) -> control_pb2.FromWorker:
-        self._report_due = time.monotonic() + self.report_interval_s
+        self._report_due = time.monotonic() + self._report_interval_s
         place, work = self._place, self._work
         progress = control_pb2.Progress(
             step=max(place.step, self._recorded_step),

@@ -211,12 +211,14 @@ class ToWorker(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ..., form: _Optional[_Union[Form, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., evict: _Optional[_Union[Evict, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., expect: _Optional[_Union[Expect, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("save_state", "save_asked")
+    __slots__ = ("report_interval_s", "save_state", "save_asked")
+    REPORT_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
     SAVE_STATE_FIELD_NUMBER: _ClassVar[int]
     SAVE_ASKED_FIELD_NUMBER: _ClassVar[int]
+    report_interval_s: float
     save_state: SaveState
     save_asked: SaveAsked
-    def __init__(self, save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ...) -> None: ...
+    def __init__(self, report_interval_s: _Optional[float] = ..., save_state: _Optional[_Union[SaveState, _Mapping]] = ..., save_asked: _Optional[_Union[SaveAsked, _Mapping]] = ...) -> None: ...
 
 class SaveState(_message.Message):
     __slots__ = ("saved_step", "ended_step", "answered", "has_checkpoints")

@@ -131,6 +131,7 @@ class Coordinator:
         self._stop_calls = 0
         self._failed = False
         self._closing = False
+        self._step_timeout_s = faults.step_timeout_s
         self._look_interval_s = report_interval_s(faults.step_timeout_s)
 
         # The port first: a port in use is the likeliest error, and cheap to find.
@@ -334,7 +335,9 @@ class Coordinator:
         if not self._connections.add_worker(stream, identity):
             stream.reject(grpc.StatusCode.ALREADY_EXISTS, f"{identity} is connected already")
             return
-        stream.send(control_pb2.ToWorker(welcome=self._checkpoints.welcome()))
+        welcome = self._checkpoints.welcome()
+        welcome.report_interval_s = report_interval_s(self._step_timeout_s, self.roster.limits.num_slots)
+        stream.send(control_pb2.ToWorker(welcome=welcome))
         self._apply(r.Hello(identity, hello.pid, hello.host), versions=hello.versions)
         # One that was told to exit gets no place here: nothing that is meant for its node, or needs it, concerns it.
         if self.roster.is_living(identity):

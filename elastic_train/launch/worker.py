@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from elastic_train import jax_private
 from elastic_train.checkpoint.resume import checkpoint_directory
-from elastic_train.config import report_interval_s
 from elastic_train.config_files import resolve
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.security import Tls
@@ -129,7 +128,6 @@ def _prepare(
     programs.share(wait=job.deterministic and job.platform == "cuda")
     times.enter("data")
     config = resolve(config_class_of(trainer), job.config_file)
-    link.report_interval_s = report_interval_s(config.faults.step_timeout_s)
     made = trainer(config)
     if job.chaos:
         from elastic_train.chaos.inject import install

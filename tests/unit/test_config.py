@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.config import Config, ConfigError, FaultConfig, require, shards_note
+from elastic_train.config import Config, ConfigError, FaultConfig, report_interval_s, require, shards_note
 from elastic_train.config_files import config_digest, resolve, to_toml
 
 
@@ -320,3 +320,8 @@ def test_more_shards_than_gpus_are_worth_a_note(shards: int, workers: int, each:
     note = shards_note(shards, workers)
     assert note and f"each computes up to {each} slices" in note and f"shards={workers} is the fastest" in note
     assert shards_note(workers, workers) is None
+
+
+def test_reports_are_bounded_in_number_and_come_often_enough_for_the_watchdog() -> None:
+    assert [report_interval_s(120.0, workers) for workers in (1, 250, 1000, 20_000)] == [0.5, 0.5, 2.0, 15.0]
+    assert report_interval_s(1.0, 1000) == 0.125

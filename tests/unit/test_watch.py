@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.config import MAX_REPORT_INTERVAL_S, FaultConfig
+from elastic_train.config import REPORT_INTERVAL_S, FaultConfig
 from elastic_train.coordinator import control_pb2
 from elastic_train.coordinator.reports import Reports
 from elastic_train.coordinator.watch import NUM_WINDOWS, WINDOW_STEPS, Paces, Watch
@@ -62,7 +62,7 @@ class Scene:
         """Time passes; these report that they are still where they are."""
         end = self.now + seconds
         while self.now < end:
-            self.now += MAX_REPORT_INTERVAL_S
+            self.now += REPORT_INTERVAL_S
             for identity in reporting:
                 newest = self.reports.of(identity)
                 assert newest is not None
