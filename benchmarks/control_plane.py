@@ -3,7 +3,7 @@
     python benchmarks/control_plane.py --workers 4 16 64 256 1000 --out benchmarks/results/NAME.json
 
 The coordinator is the real one, in a process of its own, with JAX's service, roster and run directory. Workers
-are light (`light_workers.py`): the real link and a bare client of JAX's service each, many in one process, no JAX.
+are light (`light_workers.py`): an end of the control plane and a bare client of JAX's service each, many in one process.
 Here is the agent, which reports their deaths. Times hold what the clients themselves take on the same cores; the
 coordinator's own share is told as its processor time. A line is fitted through each figure over the number of workers.
 """
@@ -45,7 +45,6 @@ SCHEMA = {f"state/params/layer_{number}/kernel": "float32[1024,1024]" for number
 """What a worker says of itself when it is ready, about as much as a transformer's does."""
 
 FITTED = ("barrier_s", "abort_last_s", "announce_last_s", "form_s", "all_connected_s", "rss_mib", "training_cpu_share")
-WORKERS_PER_PROCESS = 64
 WINDOW_S = 3.0
 REST_S, REST_LIMIT_S = 0.3, 10.0
 LIMIT_S = 180.0
@@ -56,13 +55,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64, 256, 1000])
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=0,
-        help="among which the workers are divided; 0 takes one for each 64 workers, at least 4: hundreds of threads"
-        " that wait for one interpreter's lock take the processor for that alone",
-    )
+    parser.add_argument("--processes", type=int, default=4, help="among which the workers are divided")
     parser.add_argument("--rounds", type=int, default=5, help="deaths and returns")
     parser.add_argument("--barriers", type=int, default=20)
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
@@ -74,7 +67,7 @@ def main() -> None:
             rows.append(measure(num, arguments, Path(directory)))
         print(rows[-1], flush=True)
     fits = {name: fit([row["workers"] for row in rows], [value_of(row[name]) for row in rows]) for name in FITTED}
-    report.write({**result, "rows": rows, "fits": fits}, arguments.out)
+    report.write({**result, "processes": arguments.processes, "rows": rows, "fits": fits}, arguments.out)
 
 
 def measure(num: int, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -83,12 +76,11 @@ def measure(num: int, arguments: argparse.Namespace, directory: Path) -> dict[st
     with ExitStack() as stack:
         coordinator = Process(stack, hold_coordinator, num, secret, directory)
         address, jax_address, start_s = coordinator.receive()
-        processes = arguments.processes or max(4, num // WORKERS_PER_PROCESS)
-        workers = Divided(stack, min(processes, num), address, secret, jax_address)
+        workers = Divided(stack, min(arguments.processes, num), address, secret, jax_address)
         agent = Agent(address, secret, range(num))
         stack.callback(agent.close)
         usage = Usage(coordinator)
-        found: dict[str, Any] = {"workers": num, "processes": min(processes, num), "service_start_s": round(start_s, 3)}
+        found: dict[str, Any] = {"workers": num, "service_start_s": round(start_s, 3)}
         view, figures = measure_admission(num, workers, agent, usage)
         found |= figures
         found |= measure_barrier(workers, view, arguments.barriers, usage)
