@@ -3,8 +3,8 @@
     python benchmarks/control_plane.py --workers 4 16 64 256 1000 --out benchmarks/results/NAME.json
 
 The coordinator is the real one, in a process of its own, with JAX's service, roster and run directory. Workers
-are light (`light_workers.py`): an end of the control plane and a bare client of JAX's service each, many in one process.
-Here is the agent, which reports their deaths. Times hold what the clients themselves take on the same cores; the
+are light (`light_workers.py`): an end of the control plane and a bare client of JAX's service each, many in one
+process. Here is the agent, which reports their deaths. Times hold what the clients themselves take on the same cores; the
 coordinator's own share is told as its processor time. A line is fitted through each figure over the number of workers.
 """
 

@@ -1,8 +1,8 @@
 """Workers without JAX, many in one process: a light end of the control plane, and a bare client of JAX's service each.
 
 Used by `control_plane.py`. They train nothing: what they say, and when, is told by whoever measures. They are no
-`Link`s, whose threads, hundreds in a process, would take the processor from what is measured: all of a process share one
-thread and one connection, and build each message once. What they send, and how often, is what links send.
+`Link`s, whose threads, hundreds in a process, would take the processor from what is measured: all of a process share
+one thread and one connection, and build each message once. What they send, and how often, is what links send.
 """
 
 from __future__ import annotations
