@@ -4,8 +4,9 @@
 
 The coordinator is the real one, in a process of its own, with JAX's service, roster and run directory. Workers
 are light (`light_workers.py`): an end of the control plane and a bare client of JAX's service each, many in one
-process. Here is the agent, which reports their deaths. Times hold what the clients themselves take on the same cores; the
-coordinator's own share is told as its processor time. A line is fitted through each figure over the number of workers.
+process. Here is the agent, which reports their deaths. Times hold what the clients themselves take on the same cores;
+the coordinator's own share is told as its processor time. A line is fitted through each figure over the number of
+workers.
 """
 
 from __future__ import annotations
