@@ -42,7 +42,7 @@ CLOSE_LIMIT_S = OTHER_HOSTS_LIMIT_S + 10.0
 
 NODES_PER_SLOT, FEWEST_PER_SLOT, MANY_NODES = 32, 4, 512
 """JAX's service is sized for so many starts of each slot, at least 255 in all. Above `MANY_NODES`, which take a second
-to register while four times as many take forty, it is sized for a few starts of each: see `faults.node_ids`."""
+to register while eight times as many take thirty, it is sized for a few starts of each: see `faults.node_ids`."""
 
 
 def node_ids(workers: int) -> int:
