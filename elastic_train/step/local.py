@@ -145,9 +145,9 @@ class LocalProgram:
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
         self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in sums), ())
-        numbers = jax.tree.unflatten(self._tree, range(len(sums)))["means"]
+        places = jax.tree.unflatten(self._tree, range(len(sums)))["means"]
         # Only what it needs, since each argument takes time.
-        self._of_means, structure = jax.tree.flatten(numbers)
+        self._of_means, structure = jax.tree.flatten(places)
         self._means = self._aot(
             lambda leaves: _means(jax.tree.unflatten(structure, [leaf[0] for leaf in leaves])),
             (),
