@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -51,29 +51,64 @@ class Outcome:
       state: the state after it; the old one unless the step was committed. A step that was skipped has moved only its
         place in the data.
       metrics: means over the batch, if the step was committed, or if it was not because they are not finite.
-      failure: traceback of this worker's own code, if that raised.
+      failure: traceback of this worker's own code, if that raised. Not told if members are gone: what raised is tried
+        again in any case.
       num_reused: how many of this member's shards were taken from an attempt before, one that members did not survive.
     """
 
     verdict: Agreed
     state: TrainState
     metrics: dict[str, float]
-    failure: str
-    num_reused: int
+    failure: str = ""
+    num_reused: int = 0
 
 
-class _Queued(NamedTuple):
-    """What follows from a step's partial sums, none of which need be there yet.
+@dataclass
+class _Part:
+    """One member's part of one attempt: its partial sums, which need not be there yet, and what it says of them.
+
+    Attributes:
+      state: from which the step is taken.
+      vote: the control vector, as the host knows it.
+      marks: what the device adds to it, about `state` and the shards so far; see `group.MARKS_START`.
+      began: when this member's own work began, in seconds of the monotonic clock.
+      sums: the partial sums; zeros of a member whose own code has raised.
+      scale: the factor on the update; see `LocalProgram.scale`.
+      reusable: what the next attempt can use of this one, if members are gone.
+      num_computed, num_reused: of its shards; reused are those that the attempt before has left.
+      failure: traceback of what its own code has raised, before the step or in it.
+      may_fail: `sums` and `marks` have not been waited for.
+    """
+
+    state: TrainState
+    vote: Vote
+    marks: Marks
+    began: float
+    sums: list[Sums] = field(default_factory=list)
+    scale: tuple[jax.Array, ...] = ()
+    reusable: Mapping[Node, Sums] = field(default_factory=dict)
+    num_computed: int = 0
+    num_reused: int = 0
+    failure: str = ""
+    may_fail: bool = False
+
+
+class _Tried(NamedTuple):
+    """What an attempt comes to with the parts of all members. Arrays need not be there yet.
 
     Attributes:
       total: the sum over all shards.
       means: the step's metrics, float32[] each.
       after: the state after the step; None if it takes the place of the one before, which it may not do yet.
+      scale, failure, num_reused: of this member's part.
     """
 
     total: Sums
     means: dict[str, jax.Array]
     after: TrainState | None
+    scale: tuple[jax.Array, ...]
+    failure: str
+    num_reused: int
 
 
 class Stepper:
@@ -103,8 +138,6 @@ class Stepper:
         self._batches, self._phase, self._worked = batches, phase, worked
         self._before_update = before_update
         self._kept = Kept()
-        self._scale: tuple[jax.Array, ...] = ()
-        self._num_reused = 0
 
     def attempt(self, state: TrainState, vote: Vote, failure: str = "") -> Outcome:
         """Tries the step that follows `state`, once. In this order:
@@ -120,121 +153,75 @@ class Stepper:
           vote: this member's control vector.
           failure: traceback of what this worker's code raised since the last commit (in a hook), if it did.
         """
-        raised = [failure] if failure else []
         size = self._batches.size(self._group.plan.num_members)
-
-        def body() -> tuple[_Queued, np.ndarray]:
-            marks = self._local.marks(state, vote.checked)
-            sums, marks, finish = self._partial_sums(state, marks, size, raised)
-            said = replace(vote, ok=False) if raised else vote
-            sent, is_there = None, None
-            if self._local.queues_ahead:
-                try:
-                    sent = self._group.exchange(sums, said.pack(), marks)
-                except Exception:
-                    is_there = finish()
-                    if is_there:  # so it is the exchange
-                        raise
-            if not (finish() if is_there is None else is_there):
-                # What was queued has nothing to work with, so it sends nothing. The others wait for this instead.
-                said, sent = replace(vote, ok=False, checked=False), None
-                sums, marks = [self._local.zeros()], self._local.marks(state, checked=False)
-            exchange = self._group.exchange  # which may have to be waited for
-            self._phase("exchange")
-            total, votes = sent or exchange(sums, said.pack(), marks)
-            queued = self._queue(state, total, size, may_commit=said.ok)
-            return queued, exchange.wait(votes)
-
-        self._num_reused = 0
-        verdict, queued = self._group.attempt(body, step=state.step + 1)
-        if not isinstance(verdict, Shrink):
-            self._kept.drop()  # before the update, which needs the memory
+        take_part = partial(self._take_part, state, vote, size, failure)
+        verdict, tried = self._group.attempt(take_part, step=state.step + 1)
+        if isinstance(verdict, Shrink):
+            return Outcome(verdict, state, {})
+        self._kept.drop()  # before the update, which needs the memory
         values: dict[str, jax.Array] = {}
         if isinstance(verdict, Commit) or (isinstance(verdict, Retry) and verdict.nonfinite is not None):
-            values = queued.means
+            values = tried.means
         if isinstance(verdict, Commit):
             self._phase("update")
             self._before_update()
             if verdict.skipped is not None:
                 state = _moved_on(state, size)
             else:
-                state = queued.after or self._local.update(state, queued.total, size, self._scale)
+                state = tried.after or self._local.update(state, tried.total, size, tried.scale)
         metrics = {name: float(value) for name, value in jax.device_get(values).items()}
-        return Outcome(verdict, state, metrics, raised[0] if raised else "", self._num_reused)
+        return Outcome(verdict, state, metrics, tried.failure, tried.num_reused)
 
-    def _queue(self, state: TrainState, total: Sums, size: int, may_commit: bool) -> _Queued:
-        """Queues on the device, behind the exchange, all that follows from it and can be thrown away, and brings the
-        next step's samples there. So the device has something to do while the host finds out what counts."""
-        means = self._local.means(total)
-        for value in means.values():
-            value.copy_to_host_async()
-        after = None
-        if may_commit and self._local.num_states > 1:
+    def _take_part(self, state: TrainState, vote: Vote, size: int, failure: str) -> tuple[_Tried, np.ndarray]:
+        """What is done between the two barriers, up to the point at which all control vectors are there."""
+        part = self._begin(state, vote, size, failure)
+        sent = None
+        if self._local.queues_ahead:
             try:
-                after = self._local.update(state, total, size, self._scale)
-            except Exception as error:
-                # The exchange is under way, and this is no reason not to take part. What is wrong shows later.
-                print(f"elastic_train: the update could not be queued: {error}", file=sys.stderr, flush=True)
-        for shard in run_of(self._group.plan.num_shards, self._group.plan.num_members, self._group.rank):
-            self._data.refine(state.samples + size, shard, partial(self._place, state.step + 1, shard))
-        return _Queued(total, means, after)
+                sent = self._group.exchange(part.sums, part.vote.pack(), part.marks)
+            except Exception:
+                if self._is_there(part):  # so it is the exchange
+                    raise
+        if not self._is_there(part):
+            sent = None  # it has nothing to work with, so it sends nothing: the others wait for zeros instead
+        exchange = self._group.exchange  # which may have to be waited for
+        self._phase("exchange")
+        total, votes = sent or exchange(part.sums, part.vote.pack(), part.marks)
+        tried = self._queue(total, size, part)
+        return tried, exchange.wait(votes)
 
-    def _place(self, step: int, shard: int, samples: Shard | Inputs) -> Inputs:
-        if not isinstance(samples, Inputs):
-            return self._local.place(step, shard, *samples)
-        return samples if samples.step == step else self._local.place(step, shard, samples.batch, samples.weight)
-
-    def _partial_sums(
-        self, state: TrainState, marks: Marks, size: int, raised: list[str]
-    ) -> tuple[list[Sums], Marks, Callable[[], bool]]:
-        """This member's partial sums, which need not be there yet, and their marks. The function waits for them, and
-        gives False if that fails. Adds to `raised` what the user's code raises."""
-        began = time.monotonic()
+    def _begin(self, state: TrainState, vote: Vote, size: int, failure: str) -> _Part:
+        """Queues on the device what this member computes by itself. What its code raises meanwhile is voted on."""
+        marks = self._local.marks(state, vote.checked)
+        part = _Part(state, vote, marks, time.monotonic())
         self._phase("data")
-        if raised:
-            return [self._local.zeros()], marks, lambda: True
+        if failure:
+            self._oppose(part, failure, marks)
+            return part
         plan = self._group.plan
         run = run_of(plan.num_shards, plan.num_members, self._group.rank)
         nodes = partials(run.start, run.stop, plan.num_shards)
         found, missing = self._kept.take(state, nodes)
         keeps_shards = self._kept.has_room(len(run), self._local.layout)
-        newest = [marks]
 
         def shard_sums(shard: int) -> Sums:
-            sums, newest[0] = self._shard(state, shard, newest[0])
+            sums, part.marks = self._shard(state, shard, part.marks)
             if keeps_shards:
                 found[Node(shard, shard + 1)] = sums
             return sums
 
-        def failed(error: BaseException) -> None:
-            error.add_note(f"in step {state.step + 1}")
-            raised.append(traceback.format_exc())
-
-        def finish() -> bool:
-            # What fails on the device, callbacks into the user's code included, must show here: in the exchange it
-            # could not be voted on. And whoever says that it waits for the others has done its part, an endless
-            # kernel included.
-            self._phase("compute")
-            try:
-                jax.block_until_ready((sums, newest[0]))
-            except Exception as error:
-                failed(error)
-                return False
-            if missing:
-                self._worked(time.monotonic() - began, len(missing))
-            self._num_reused = len(run) - len(missing)
-            parts = dict(zip(nodes, sums, strict=True))
-            self._kept.keep(state, {**found, **parts} if keeps_shards else parts, newest[0])
-            return True
-
         try:
-            self._scale = self._local.scale(size)
+            part.scale = self._local.scale(size)
             self._data.expect(state, missing, run, size)
-            sums = [fold(node, shard_sums, self._local.add, found) for node in nodes]
+            part.sums = [fold(node, shard_sums, self._local.add, found) for node in nodes]
         except (Exception, SystemExit) as error:
-            failed(error)
-            return [self._local.zeros()], marks, lambda: True
-        return sums, newest[0], finish
+            self._oppose(part, _described(error, state), marks)
+            return part
+        sums = dict(zip(nodes, part.sums, strict=True))
+        part.reusable = {**found, **sums} if keeps_shards else sums
+        part.num_computed, part.num_reused = len(missing), len(run) - len(missing)
+        part.may_fail = True
+        return part
 
     def _shard(self, state: TrainState, shard: int, marks: Marks) -> tuple[Sums, Marks]:
         self._phase("data")
@@ -246,6 +233,65 @@ class Stepper:
         except Exception as error:
             error.add_note(f"in the loss of shard {shard}")
             raise
+
+    def _is_there(self, part: _Part) -> bool:
+        """Waits for a part. Gives False if that fails; the part is one that opposes the step then."""
+        if not part.may_fail:
+            return True
+        part.may_fail = False
+        # What fails on the device, callbacks into the user's code included, must show here: in the exchange it could
+        # not be voted on. And whoever says that it waits for the others has done its part, an endless kernel included.
+        self._phase("compute")
+        try:
+            jax.block_until_ready((part.sums, part.marks))
+        except Exception as error:
+            self._oppose(part, _described(error, part.state))
+            return False
+        if part.num_computed:
+            self._worked(time.monotonic() - part.began, part.num_computed)
+        self._kept.keep(part.state, part.reusable, part.marks)
+        return True
+
+    def _queue(self, total: Sums, size: int, part: _Part) -> _Tried:
+        """Queues on the device, behind the exchange, all that follows from it and can be thrown away, and brings the
+        next step's samples there. So the device has something to do while the host finds out what counts."""
+        state = part.state
+        means = self._local.means(total)
+        for value in means.values():
+            value.copy_to_host_async()
+        after = None
+        if part.vote.ok and self._local.num_states > 1:
+            try:
+                after = self._local.update(state, total, size, part.scale)
+            except Exception as error:
+                # The exchange is under way, and this is no reason not to take part. What is wrong shows later.
+                print(f"elastic_train: the update could not be queued: {error}", file=sys.stderr, flush=True)
+        for shard in run_of(self._group.plan.num_shards, self._group.plan.num_members, self._group.rank):
+            self._data.refine(state.samples + size, shard, partial(self._place, state.step + 1, shard))
+        return _Tried(total, means, after, part.scale, part.failure, part.num_reused)
+
+    def _place(self, step: int, shard: int, samples: Shard | Inputs) -> Inputs:
+        if not isinstance(samples, Inputs):
+            return self._local.place(step, shard, *samples)
+        return samples if samples.step == step else self._local.place(step, shard, samples.batch, samples.weight)
+
+    def _oppose(self, part: _Part, failure: str, marks: Marks | None = None) -> None:
+        """Makes a part one of zeros, with a vote against the step.
+
+        Args:
+          failure: why: traceback of what this worker's own code has raised.
+          marks: those of the state, if nothing has failed on the device; otherwise they are not to be had.
+        """
+        part.failure = failure
+        part.vote = replace(part.vote, ok=False, checked=part.vote.checked and marks is not None)
+        part.sums, part.reusable = [self._local.zeros()], {}
+        part.marks = self._local.marks(part.state, checked=False) if marks is None else marks
+
+
+def _described(error: BaseException, state: TrainState) -> str:
+    """The traceback of what is being handled, which was raised in the step after `state`."""
+    error.add_note(f"in step {state.step + 1}")
+    return traceback.format_exc()
 
 
 def _moved_on(state: TrainState, num_samples: int) -> TrainState:

@@ -88,7 +88,7 @@ def test_row_13_endless_kernel(tmp_path, undisturbed):
     with run(tmp_path, fault(1, "shard", step=20, what="endless"), options=WATCHFUL) as job:
         assert job.finish() == 0, job.logs()
         assert_exact(job, undisturbed)
-        assert_found_stuck(job, 1, ("compute",), "in _partial_sums")
+        assert_found_stuck(job, 1, ("compute",), "in _begin")
 
 
 @pytest.mark.soak
