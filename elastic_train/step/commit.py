@@ -42,6 +42,10 @@ class Shards(Protocol):
         ...
 
 
+class UpdateFailed(Exception):
+    """The update of a step that counts has failed on this worker's device, so that it has no state any more."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one attempt at a step came to.
@@ -215,7 +219,7 @@ class Stepper:
             self._data.expect(state, missing, run, size)
             part.sums = [fold(node, shard_sums, self._local.add, found) for node in nodes]
         except (Exception, SystemExit) as error:
-            self._oppose(part, _described(error, state), marks)
+            self._fail(part, error, marks)
             return part
         sums = dict(zip(nodes, part.sums, strict=True))
         part.reusable = {**found, **sums} if keeps_shards else sums
@@ -245,7 +249,7 @@ class Stepper:
         try:
             jax.block_until_ready((part.sums, part.marks))
         except Exception as error:
-            self._oppose(part, _described(error, part.state))
+            self._fail(part, error)
             return False
         if part.num_computed:
             self._worked(time.monotonic() - part.began, part.num_computed)
@@ -275,6 +279,16 @@ class Stepper:
             return self._local.place(step, shard, *samples)
         return samples if samples.step == step else self._local.place(step, shard, samples.batch, samples.weight)
 
+    def _fail(self, part: _Part, error: BaseException, marks: Marks | None = None) -> None:
+        """Has a part oppose the step because of `error`, which is being handled. `marks`: see `_oppose`."""
+        error.add_note(f"in step {part.state.step + 1}")
+        if lost := _failure_of_update(part.state):
+            # Trying again cannot help: this worker leaves, and the next one of its slot is given the state.
+            part.vote = replace(part.vote, spent=True)
+            self._oppose(part, lost)
+        else:
+            self._oppose(part, traceback.format_exc(), marks)
+
     def _oppose(self, part: _Part, failure: str, marks: Marks | None = None) -> None:
         """Makes a part one of zeros, with a vote against the step.
 
@@ -288,10 +302,20 @@ class Stepper:
         part.marks = self._local.marks(part.state, checked=False) if marks is None else marks
 
 
-def _described(error: BaseException, state: TrainState) -> str:
-    """The traceback of what is being handled, which was raised in the step after `state`."""
-    error.add_note(f"in step {state.step + 1}")
-    return traceback.format_exc()
+def _failure_of_update(state: TrainState) -> str:
+    """The traceback, if `state` is not to be had because its update has failed on the device; empty if it is there.
+
+    Nobody waits for an update. So this shows in what is computed from the state, and only then it is asked.
+    """
+    try:
+        try:
+            jax.block_until_ready(state.arrays)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise UpdateFailed(f"the update of step {state.step} failed on the device: {reason}") from error
+    except UpdateFailed:
+        return traceback.format_exc()
+    return ""
 
 
 def _moved_on(state: TrainState, num_samples: int) -> TrainState:

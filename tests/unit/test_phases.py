@@ -9,6 +9,7 @@ import jax
 import pytest
 
 import elastic_train
+from elastic_train.errors import UserCodeError, last_error
 from elastic_train.membership import watchdog
 from elastic_train.plain import Nobody, fit_alone
 from elastic_train.state import params_sha256
@@ -108,3 +109,34 @@ def test_an_update_that_cannot_be_queued_is_made_after_the_commit(
     result = fit_alone(Reading(config))
     assert num_calls == 5 and params_sha256(result.state) == expected
     assert "the update could not be queued: planned: out of memory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("shows_at_once", [False, True])
+def test_an_update_that_failed_on_the_device_is_told_from_code_that_raises(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool, shows_at_once: bool
+) -> None:
+    """Nobody waits for an update: it shows in the next step, when the loss is queued or when it is waited for."""
+    shard_sums, losses = LocalProgram.shard_sums, []
+
+    def of_lost_state(self, state, *args):
+        losses.append(state.step)
+        if state.step < 2:
+            return shard_sums(self, state, *args)
+        if shows_at_once:
+            state.params["kernel"].delete()
+        sums, marks = shard_sums(self, state, *args)
+        for leaf in (state.params["kernel"], *sums):
+            leaf.delete()
+        return sums, marks
+
+    monkeypatch.setattr(LocalProgram, "shard_sums", of_lost_state)
+    if ahead:
+        monkeypatch.setattr(LocalProgram, "queues_ahead", property(lambda self: True, lambda self, value: None), False)
+    with pytest.raises(UserCodeError) as caught:
+        fit_alone(Reading(ReadingConfig(steps=4, shards=1)))
+    assert last_error(str(caught.value)).startswith(
+        "elastic_train.step.commit.UpdateFailed: the update of step 2 failed on the device: "
+    )
+    assert "deleted" in str(caught.value)
+    assert losses == [0, 1, 2]  # it is not tried again
