@@ -72,6 +72,7 @@ class Prefetcher:
         self._request: _Request | None = None  # what the caller is waiting for
         self._reading: Hashable | None = None
         self._closed = False
+        self._has_said_unrefined = False
         self._thread: threading.Thread | None = None
         if depth > 0:
             self._thread = threading.Thread(target=self._run, name="data-reader", daemon=True)
@@ -108,7 +109,8 @@ class Prefetcher:
     def refine(self, samples: int, shard: int, work: Callable[[Shard], Any]) -> None:
         """Has `get` give what `work` makes of a shard, if that has been read by now and not been asked for yet.
 
-        What `work` raises is not told: `get` then gives what was read.
+        What `work` raises is said on stderr, the first time: `get` then gives what was read, so that whoever asked does
+        the work in time and meets what is wrong with it, or loses nothing but the time that was to be saved.
         """
         key = samples, shard
         with self._changed:
@@ -117,7 +119,10 @@ class Prefetcher:
             return
         try:
             refined = _Outcome(work(outcome.value), None)
-        except Exception:
+        except Exception as error:
+            if not self._has_said_unrefined:
+                self._has_said_unrefined = True
+                self._say(f"cannot prepare ahead {self._describe(samples, shard)}; it is done in the step: {error!r}")
             return
         with self._changed:
             if self._outcomes.get(key) is outcome:
@@ -181,11 +186,11 @@ class Prefetcher:
 
     def _report(self, key: Hashable, waited_s: float) -> None:
         other = "" if self._reading == key else f"; the data source is still busy with {self._name(self._reading)}"
-        print(
-            f"elastic_train: waiting for data for {waited_s:.0f} s: {self._name(key)}{other}",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._say(f"waiting for data for {waited_s:.0f} s: {self._name(key)}{other}")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"elastic_train: {text}", file=sys.stderr, flush=True)
 
     def _name(self, key: Hashable) -> str:
         return self._describe(*key) if isinstance(key, tuple) else "evaluation or opening"

@@ -54,19 +54,31 @@ class Source:
         return shard_of(samples, shard)
 
 
-def test_only_what_has_been_read_is_refined_and_an_error_in_that_changes_nothing():
+def test_only_what_has_been_read_is_refined():
     source = Source(at_0_2=ValueError("planned"))
     with prefetcher(source) as made:
         made.refine(0, 1, pytest.fail)  # nobody has read it
-        made.expect([(0, (1, 2, 3))])
+        made.expect([(0, (1, 2))])
         settle(made)
         made.refine(0, 1, lambda shard: shard[0]["x"].tolist())
         made.refine(0, 2, pytest.fail)  # reading it failed
-        made.refine(0, 3, lambda shard: shard[17])
         assert made.get(0, 1) == [0, 1]
         with pytest.raises(ValueError, match="planned"):
             made.get(0, 2)
-        assert made.get(0, 3)[0]["x"].tolist() == [0, 3]
+
+
+def test_what_cannot_be_refined_is_given_as_it_was_read_and_that_is_said_once(capsys: pytest.CaptureFixture[str]):
+    with prefetcher(shard_of) as made:
+        made.expect([(0, (1, 2))])
+        settle(made)
+        for shard in (1, 2):
+            made.refine(0, shard, lambda read: read[17])
+            assert made.get(0, shard)[0]["x"].tolist() == [0, shard]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "elastic_train: cannot prepare ahead shard 1 of the batch at 0; it is done in the step: "
+        "IndexError('tuple index out of range')"
+    )
 
 
 def test_what_is_expected_is_read_in_order_and_once():
