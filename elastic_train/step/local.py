@@ -18,6 +18,7 @@ from elastic_train.checkpoint.snapshot import leaf_kinds
 from elastic_train.membership.group import MARKS_START, MARKS_STOP
 from elastic_train.state import Device, PyTree, TrainState, fingerprint, leaf_fingerprints
 from elastic_train.step.flat import Layout, Sums, add
+from elastic_train.step.plan import most_partials
 from elastic_train.telemetry.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
@@ -171,22 +172,23 @@ class LocalProgram:
 
     def _states_with_room(self) -> int:
         """How many states fit beside each other: 1, 2 (those before and after a step) or 3 (and one that is copied)."""
-        choice = self._trainer.config.early_update
-        if choice == "never":
+        config = self._trainer.config
+        if config.early_update == "never":
             return 1
         if self._device.platform == "cpu":
             return 3
-        state = sum(leaf.nbytes for leaf in jax.tree.leaves(self.initial.arrays))
-        # The exchange holds a partial sum four times: as it is, as it is sent, received, and added up. A member has one
-        # if there are as many shards as members; for more there is what is left.
-        sums = 4 * self.layout.num_bytes
         found, stats = self._shard.memory_analysis(), self._device.memory_stats() or {}
         peak = 0
         if found is not None:
             peak = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-        room = max(peak, stats.get("bytes_limit", 0) // 2)
-        fitting = next((number for number in (3, 2) if number * state + sums <= room), 1)
-        return max(2, fitting) if choice == "always" else fitting
+        fitting = states_with_room(
+            sum(leaf.nbytes for leaf in jax.tree.leaves(self.initial.arrays)),
+            self.layout.num_bytes,
+            # Under `per_worker` each member is one shard.
+            1 if config.batch_policy == "per_worker" else most_partials(config.shards),
+            max(peak, stats.get("bytes_limit", 0) // 2),
+        )
+        return max(2, fitting) if config.early_update == "always" else fitting
 
     def rehearse(self, inputs: Inputs, state: TrainState) -> None:
         """Runs the programs of a step once, and forgets what they give. A device loads kernels and libraries when they
@@ -358,6 +360,19 @@ class LocalProgram:
         model.eval()
         metrics = self._trainer.evaluate(model, batch)
         return {name: _weighted(f"evaluate(), metric {name!r}", x, weight) for name, x in metrics.items()}
+
+
+def states_with_room(state_bytes: int, sum_bytes: int, num_partials: int, room_bytes: int) -> int:
+    """How many states have room beside an exchange, from 1 to 3; 1 also if there is no room for a single one.
+
+    Args:
+      state_bytes, sum_bytes: size of a state; of a partial sum.
+      num_partials: how many partial sums a member brings at the most.
+      room_bytes: how much memory may be taken in all.
+    """
+    # Each partial sum is there three times: as it is, as it is sent, and received. What they add up to is there once.
+    exchange = (3 * num_partials + 1) * sum_bytes
+    return next((number for number in (3, 2) if number * state_bytes + exchange <= room_bytes), 1)
 
 
 def _means(means: Means) -> dict[str, jax.Array]:

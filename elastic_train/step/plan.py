@@ -157,6 +157,17 @@ def _inside(node: Node, start: int, stop: int) -> list[Node]:
     return _inside(Node(node.start, middle), start, stop) + _inside(Node(middle, node.stop), start, stop)
 
 
+def most_partials(num_shards: int) -> int:
+    """The largest number of partials that a member can have, whatever the number of members.
+
+    >>> [most_partials(num_shards) for num_shards in (1, 4, 8, 32)]
+    [1, 1, 2, 4]
+    """
+    # With half as many members as shards or more, runs are single shards and pairs that are a subtree each.
+    runs = [run_of(num_shards, members, rank) for members in range(1, (num_shards + 1) // 2) for rank in range(members)]
+    return max((len(partials(run.start, run.stop, num_shards)) for run in runs), default=1)
+
+
 def finish(num_shards: int, num_members: int) -> Plan:
     """The plan for one number of members."""
     runs = [run_of(num_shards, num_members, rank) for rank in range(num_members)]

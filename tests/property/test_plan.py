@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.step.plan import Node, evaluate, finish, fold, partials, reusable, run_of, split
+from elastic_train.step.plan import Node, evaluate, finish, fold, most_partials, partials, reusable, run_of, split
 
 MAX_SHARDS = 32
 SPECIAL = np.array(
@@ -49,6 +49,12 @@ def test_the_sum_has_the_same_bits_for_every_number_of_members(num_shards: int) 
             for node, (rank, index) in plan.owner.items():
                 tables[rank, index] = fold(node, leaves.__getitem__, operator.add)
             np.testing.assert_array_equal(bits(evaluate(plan, tables)), bits(canonical), err_msg=str(num_members))
+
+
+@pytest.mark.parametrize("num_shards", range(1, MAX_SHARDS + 1))
+def test_no_number_of_members_gives_one_more_partials(num_shards: int) -> None:
+    slots = [finish(num_shards, num_members).slots_per_member for num_members in range(1, num_shards + 1)]
+    assert most_partials(num_shards) == max(slots)
 
 
 def test_the_tree_matters() -> None:
