@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,17 +35,10 @@ WAYS = ("full", "no_barrier", "no_votes")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
+    parser = report.parser_for_recipe(__doc__, workers=4)
     parser.add_argument("--shards", type=int, help="by default as many as workers")
     parser.add_argument("--block", type=int, default=20, help="steps in one turn")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each way, after one to warm up")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     parser.add_argument("--member", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.member:

@@ -8,11 +8,6 @@ the machine does.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,36 +16,25 @@ from statistics import median
 from typing import Any
 
 import jax
+import report
 
 from elastic_train.checkpoint import places, store
 from elastic_train.checkpoint.load import load_newest
 from elastic_train.checkpoint.manifest import Position, Run
 from elastic_train.checkpoint.snapshot import Snapshot, arrays
-from elastic_train.launch.versions import versions
 from elastic_train.state import TrainState
 
 LEAVES = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=600, help="parameters and two moments of float32")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
+    about = report.about()
     with tempfile.TemporaryDirectory() as directory:
-        measured = measure(arguments.megabytes, arguments.turns, Path(directory))
-    result = {
-        "command": " ".join(sys.argv),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "load_average": os.getloadavg(),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
-        **measured,
-    }
-    print(json.dumps(result, indent=1))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        report.write({**about, **measure(arguments.megabytes, arguments.turns, Path(directory))}, arguments.out)
 
 
 def measure(megabytes: int, turns: int, directory: Path) -> dict[str, Any]:

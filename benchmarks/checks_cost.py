@@ -12,33 +12,30 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import about, write
+import report
 
 ROUNDS = 15
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    parser = report.parser(__doc__)
+    report.add_recipe(parser)
     arguments = parser.parse_args()
-    write({**about(), **measure(arguments.recipe, arguments.set)}, arguments.out)
+    report.write({**report.about(), **measure(arguments)}, arguments.out)
 
 
-def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from elastic_train.config_files import resolve
     from elastic_train.launch.recipe import config_class_of, load_recipe
     from elastic_train.recipe import Recipe
 
-    trainer = load_recipe(recipe_name)
-    config = resolve(config_class_of(trainer), None, overrides, {})
+    trainer = load_recipe(arguments.recipe)
+    config = resolve(config_class_of(trainer), arguments.config, arguments.set)
     device = jax.local_devices()[0]
     recipe = Recipe(trainer(config), device)
     local = recipe.local
@@ -72,8 +69,8 @@ def measure(recipe_name: str, overrides: list[str]) -> dict[str, Any]:
     # A shard's check reads as much as that of the sum; the difference of two large times would be noise.
     finite_ms = (config.shards + 1) * found["check"]
     return {
-        "recipe": recipe_name,
-        "overrides": overrides,
+        "recipe": arguments.recipe,
+        "overrides": arguments.set,
         "device": device.device_kind,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "state_megabytes": round(sum(leaf.nbytes for leaf in jax.tree.leaves(state.arrays)) / 2**20, 1),

@@ -52,14 +52,11 @@ LIMIT_S = 180.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 16, 64, 256, 1000])
     parser.add_argument("--processes", type=int, default=4, help="among which the workers are divided")
     parser.add_argument("--rounds", type=int, default=5, help="deaths and returns")
     parser.add_argument("--barriers", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
     result = report.about()
     rows = []

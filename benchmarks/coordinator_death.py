@@ -8,7 +8,6 @@ steps; use a recipe whose schedule does not depend on how many steps it is to ta
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import time
@@ -20,15 +19,12 @@ from observed import Observed, plain_run, running
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = report.parser(__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--settle", type=int, default=20, help="steps before each kill")
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments, options = parser.parse_known_args()
     about = report.about()
     arguments.run_dir.mkdir(parents=True)

@@ -38,20 +38,13 @@ NEVER = 1_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("--workers", type=int, default=3)
+    parser = report.parser_for_recipe(__doc__, workers=3)
     parser.add_argument("--kill", type=int, nargs="*", default=[2, 0], help="slots, in this order")
     parser.add_argument("--settle", type=int, default=30, help="steps between a return and the next kill")
     parser.add_argument("--steps", type=int, help="let the run end by itself after so many; otherwise it is stopped")
     parser.add_argument("--run-dir", type=Path, help="by default a directory that is deleted at the end")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
     parser.add_argument("--seed", action="store_true", help="also the example of JAX's guide, on the same model")
     parser.add_argument("--limit", type=float, default=45.0, help="seconds that the example may take for a step")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments, options = parser.parse_known_args()
     about = report.about()
     seed = {"seed": seed_fault.measure(arguments)} if arguments.seed else {}
@@ -62,9 +55,7 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, options: list[str], run_dir: Path) -> dict[str, Any]:
     """The job, its faults and its end."""
-    options = ["--trace-blocks", *options]
-    options += ["--config", str(arguments.config)] if arguments.config else []
-    options += ["--set", *arguments.set] if arguments.set else []
+    options = ["--trace-blocks", *options, *report.recipe_options(arguments)]
     with running(arguments.recipe, arguments.workers, arguments.steps or NEVER, run_dir, options) as job:
         kills = measure(job, arguments.kill, arguments.settle)
         exit_code = job.job.wait(DEADLINE_S) if arguments.steps else job.stop()

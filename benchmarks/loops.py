@@ -24,6 +24,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from report import add_recipe
 from turns import END, Turns, memory
 
 from elastic_train.config_files import resolve
@@ -36,8 +37,7 @@ AXIS = "data"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_process_options(parser)
+    parser = parser_of_process(__doc__)
     parser.add_argument("--variants", nargs="+", required=True)
     parser.add_argument("--turns", type=Path, required=True)
     parser.add_argument("--block", type=int, required=True)
@@ -54,14 +54,14 @@ def main() -> None:
     os._exit(0)  # whoever leaves JAX in order waits for the others
 
 
-def add_process_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", action="extend", nargs="*", default=[])
+def parser_of_process(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_recipe(parser)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--num", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="ends with this process")
+    return parser
 
 
 def connect(arguments: argparse.Namespace, tolerant: bool) -> None:

@@ -16,32 +16,30 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from report import about, write
+import report
 
 LIMIT_S = 300.0
 ROUNDS = 40
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--members", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[3, 64])
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     parser.add_argument("--worker", nargs=3, type=int, metavar=("RANK", "MEMBERS", "PORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         measure(*arguments.worker, arguments.megabytes)
         return
-    result = about()
+    result = report.about()
     rows: list[dict[str, Any]] = []
     for members in arguments.members:
         rows += run(members, arguments.megabytes)
         print(json.dumps(rows[-1]), flush=True)
-    write({**result, "rows": rows}, arguments.out)
+    report.write({**result, "rows": rows}, arguments.out)
 
 
 def run(members: int, megabytes: list[int]) -> list[dict[str, Any]]:

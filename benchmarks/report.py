@@ -1,7 +1,8 @@
-"""What every result says of itself: command, hardware, versions, load. Shared by the benchmarks."""
+"""Options that benchmarks share, and what every result says of itself: command, hardware, versions, load."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,7 +16,43 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-PACKAGES = ("elastic-train", "jax", "jaxlib", "flax", "optax", "numpy", "grpcio")
+PACKAGES = ("elastic-train", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grpcio")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that knows `--out`, as all benchmarks do, and shows `description` as it is written."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    return made
+
+
+def parser_for_recipe(description: str | None, workers: int) -> argparse.ArgumentParser:
+    """The same for a benchmark that trains a recipe.
+
+    Args:
+      workers: how many there are by default.
+    """
+    made = parser(description)
+    add_recipe(made)
+    made.add_argument("--workers", type=int, default=workers)
+    return made
+
+
+def add_recipe(to: argparse.ArgumentParser) -> None:
+    """Adds the options that say what is trained."""
+    to.add_argument("recipe")
+    to.add_argument("--config", type=Path)
+    to.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
+
+
+def recipe_options(arguments: argparse.Namespace, *settings: str) -> list[str]:
+    """The options of `add_recipe` as they were given, and `settings` after them, for the command line of a process that
+    knows them, too."""
+    given = [*arguments.set, *settings]
+    config = ["--config", str(arguments.config)] if arguments.config else []
+    return [*config, *(["--set", *given] if given else [])]
 
 
 def about() -> dict[str, Any]:

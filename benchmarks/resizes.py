@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import report
 from observed import PACED, Observed, running, usage
-from report import about, write
 
 CALM_STEPS = 60
 """Steps at the start and at the end whose median is the step time there."""
@@ -34,23 +34,22 @@ RETURN_LIMIT_S = 300.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--resizes", type=int, default=200)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--every", type=int, default=10, help="resizes between two measurements")
     parser.add_argument("--recipe", default=str(PACED))
     parser.add_argument("--set", nargs="*", default=["sample_s=0.002"], help="settings of the recipe")
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--out", type=Path, help="where the report goes, as JSON")
     arguments = parser.parse_args()
     arguments.run_dir.parent.mkdir(parents=True, exist_ok=True)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     options = ("--set", *SETTINGS, *arguments.set)
-    result = about()
+    about = report.about()
     with running(arguments.recipe, arguments.workers, 10_000_000, arguments.run_dir, options) as job:
-        report = measure(job, arguments)
-    write({**result, **report}, arguments.out)
-    return 0 if report["same_member_throughout"] and report["exit_code"] == 130 else 1
+        found = measure(job, arguments)
+    report.write({**about, **found}, arguments.out)
+    return 0 if found["same_member_throughout"] and found["exit_code"] == 130 else 1
 
 
 def measure(job: Observed, arguments: argparse.Namespace) -> dict[str, Any]:

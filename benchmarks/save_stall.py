@@ -11,7 +11,6 @@ the one before was still being written, and how long the state takes to be read 
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -24,8 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import report
 from flax import nnx
-from report import about, write
 
 import elastic_train as et
 
@@ -64,16 +63,15 @@ class Square(et.Trainer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[12, 300])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
-    result = about()
+    result = report.about()
     rows = [measure(size, arguments.workers, arguments.steps, arguments.turns) for size in arguments.megabytes]
-    write({**result, "rows": rows}, arguments.out)
+    report.write({**result, "rows": rows}, arguments.out)
 
 
 def measure(megabytes: int, workers: int, steps: int, turns: int) -> dict[str, Any]:

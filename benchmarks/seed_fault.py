@@ -35,15 +35,8 @@ SETTLE = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
+    parser = report.parser_for_recipe(__doc__, workers=3)
     parser.add_argument("--limit", type=float, default=45.0, help="seconds to wait for a step after a change")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
     about = report.about()
     report.write({**about, **measure(arguments)}, arguments.out)
@@ -57,9 +50,8 @@ class Processes:
         self._starts = [0] * self.num
         self._processes: list[subprocess.Popen[bytes]] = []
         self._command = [sys.executable, str(Path(__file__).with_name("seed_member.py")), arguments.recipe]
-        self._command += ["--set", *arguments.set, "--num", str(self.num), "--port", str(free_port())]
+        self._command += [*report.recipe_options(arguments), "--num", str(self.num), "--port", str(free_port())]
         self._command += ["--parent", str(os.getpid())]
-        self._command += ["--config", str(arguments.config)] if arguments.config else []
         self._processes = [self._start(rank) for rank in range(self.num)]
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:

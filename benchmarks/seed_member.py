@@ -5,7 +5,6 @@ Started by `seed_fault.py`, which says what was changed. Writes one line per att
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import time
@@ -20,14 +19,13 @@ import numpy as np
 from jax.experimental.multihost_utils import live_devices
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from loops import AXIS, Model, add_process_options, connect, replicated
+from loops import AXIS, Model, connect, parser_of_process, replicated
 
 from elastic_train.launch.bond import die_with_parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_process_options(parser)
+    parser = parser_of_process(__doc__)
     parser.add_argument("--lines", type=Path, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)

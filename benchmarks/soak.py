@@ -21,8 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import report
 from observed import PACED, Observed, plain_run, running, usage
-from report import about, write
 
 from elastic_train.chaos.throughput import calm_step_times, throughput_kept
 from elastic_train.data.ledger_files import verify_run
@@ -65,7 +65,7 @@ MANY_STEPS = 10_000_000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--every", type=float, default=15.0, help="mean seconds between two faults")
     parser.add_argument("--workers", type=int, default=4)
@@ -75,14 +75,13 @@ def main() -> int:
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--reference-seconds", type=float, default=20.0)
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--out", type=Path, help="where the report goes, as JSON")
     arguments = parser.parse_args()
-    result = about()
+    about = report.about()
     arguments.run_dir.mkdir(parents=True)
     calm = {} if arguments.no_reference else reference(arguments)
-    report = soak(arguments, calm)
-    write({**result, **report}, arguments.out)
-    return 0 if report["exact"] and report["all_survived"] else 1
+    found = soak(arguments, calm)
+    report.write({**about, **found}, arguments.out)
+    return 0 if found["exact"] and found["all_survived"] else 1
 
 
 def reference(arguments: argparse.Namespace) -> dict[int, float]:

@@ -9,7 +9,6 @@ the job's events: from the start of the worker's process, or from the moment at 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -29,21 +28,13 @@ NEVER = 1_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("--workers", type=int, default=2)
+    parser = report.parser_for_recipe(__doc__, workers=2)
     parser.add_argument("--slot", type=int, default=1, help="whose worker is killed")
     parser.add_argument("--rounds", type=int, default=4, help="so often in each way")
     parser.add_argument("--settle", type=int, default=20, help="steps between a return and the next kill")
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--set", action="extend", nargs="*", default=[], help="settings of the recipe")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
     about = report.about()
-    options = ["--config", str(arguments.config)] if arguments.config else []
-    options += ["--set", *arguments.set, "faults.warm_spares=1"]
+    options = report.recipe_options(arguments, "faults.warm_spares=1")
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         with running(arguments.recipe, arguments.workers, NEVER, run_dir, options) as job:

@@ -47,15 +47,7 @@ NEVER = 1_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("recipe")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--config", type=Path)
-    parser.add_argument(
-        "--set", action="extend", nargs="*", default=[], help="settings of the recipe, for all variants"
-    )
+    parser = report.parser_for_recipe(__doc__, workers=4)
     parser.add_argument("--shards", type=int, nargs="+", help="by default as many as workers")
     parser.add_argument("--variants", nargs="+", default=["plain", "seed", "ours"], choices=["plain", "seed", "ours"])
     parser.add_argument(
@@ -64,7 +56,6 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=20, help="steps in one turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each variant, after one to warm up")
     parser.add_argument("--apart", action="store_true", help="each variant alone, one after the other")
-    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
     arguments.shards = arguments.shards or [arguments.workers]
     result = report.about()
@@ -104,8 +95,7 @@ class Loops:
     def start(self, stack: ExitStack, directory: Path, environ: dict[str, str]) -> None:
         given = self._arguments
         self._log = directory / f"{self.names[0]}.log"
-        command = [sys.executable, str(HERE / "loops.py"), given.recipe, "--set", *given.set]
-        command += ["--config", str(given.config)] if given.config else []
+        command = [sys.executable, str(HERE / "loops.py"), given.recipe, *report.recipe_options(given)]
         command += ["--variants", *self.names, "--turns", str(directory), "--block", str(given.block)]
         command += ["--num", str(given.workers), "--port", str(free_port())]
         command += ["--parent", str(os.getpid())]
@@ -140,15 +130,13 @@ class Job:
     def start(self, stack: ExitStack, directory: Path, environ: dict[str, str]) -> None:
         given = self._arguments
         told = {"NAME": self.names[0], "BLOCK": given.block, "RECIPE": given.recipe, "DIR": directory}
-        options = ["--config", str(given.config)] if given.config else []
-        options += ["--set", *given.set, *self._settings]
         self._job = stack.enter_context(
             running(
                 HERE / "in_turns.py",
                 given.workers,
                 NEVER,
                 directory / self.names[0],
-                options,
+                report.recipe_options(given, *self._settings),
                 environ={**environ, **{f"TURNS_{name}": str(value) for name, value in told.items()}},
             )
         )

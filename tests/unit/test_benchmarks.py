@@ -31,6 +31,17 @@ def test_a_result_names_no_host_and_no_directory(monkeypatch: pytest.MonkeyPatch
     assert found["versions"]["jax"] and found["hardware"]["cores"] >= 1 and len(found["load_average"]) == 3
 
 
+def test_what_is_trained_is_passed_on_as_it_was_given() -> None:
+    parser = report.parser_for_recipe("A text.", workers=3)
+    given = parser.parse_args(["recipes/gpt.py", "--config", "gpt.toml", "--set", "a=1", "b=2", "--set", "c=3"])
+    assert (given.recipe, given.workers, given.out) == ("recipes/gpt.py", 3, None)
+    options = report.recipe_options(given, "d=4")
+    assert options == ["--config", "gpt.toml", "--set", "a=1", "b=2", "c=3", "d=4"]
+    again = parser.parse_args([given.recipe, *options])
+    assert (again.config, again.set) == (given.config, [*given.set, "d=4"])
+    assert report.recipe_options(parser.parse_args(["recipes/gpt.py"])) == []
+
+
 def test_a_spread_is_the_median_and_the_quartiles() -> None:
     assert report.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "quartile_1": 1.0, "quartile_3": 3.0, "num": 3}
     assert report.spread([5.0]) == {"median": 5.0, "quartile_1": 5.0, "quartile_3": 5.0, "num": 1}
