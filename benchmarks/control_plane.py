@@ -300,12 +300,11 @@ class Usage:
 def hold_coordinator(pipe: Connection, num: int, secret: str, directory: Path) -> None:
     """A process's main: a coordinator for `num` workers. Says its addresses and how long its start took; then, at
     each message, the processor time it has used."""
-    limits = Limits(
-        num_slots=num, num_nodes=num + SPARE_NODES, max_restarts=1000, first_backoff_s=0.001, max_backoff_s=0.001
-    )
+    faults = FaultConfig(max_restarts=1000, first_backoff_s=0.001, max_backoff_s=0.001)
+    limits = Limits(num, faults=faults, num_nodes=num + SPARE_NODES)
     began = time.monotonic()
     with RunDirectory(directory / "run") as records:
-        coordinator = Coordinator(limits, records, apply=apply, faults=FaultConfig(), secret=secret)
+        coordinator = Coordinator(limits, records, apply=apply, secret=secret)
         pipe.send((coordinator.address, coordinator.jax_address, time.monotonic() - began))
         while True:
             pipe.recv()

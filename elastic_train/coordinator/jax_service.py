@@ -84,10 +84,6 @@ class JaxService:
         # `shutdown_on_destruction` stays at its default: with False this call would tell the service nothing.
         client.shutdown()
 
-    def delete(self, prefix: str) -> None:
-        """Deletes a key, or all keys below it."""
-        self._client.key_value_delete(prefix)
-
     def close(self) -> None:
         """Ends the service. Workers that are still connected abort, so end them first."""
         if self._closing.is_set():

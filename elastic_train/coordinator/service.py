@@ -14,7 +14,7 @@ from functools import partial
 
 import grpc
 
-from elastic_train.config import FaultConfig, report_interval_s
+from elastic_train.config import report_interval_s
 from elastic_train.coordinator import control_pb2, security, wire
 from elastic_train.coordinator.actions import Actions
 from elastic_train.coordinator.checkpoints import Checkpoints
@@ -52,11 +52,10 @@ class Coordinator:
     """Serves one job from construction until `close`.
 
     Args:
-      limits: sizes and budgets, given on to the roster.
+      limits: sizes, budgets and time limits; also the roster's.
       records: gets each Note as `event` and each record of a committed step as `commit`; steps may come again
         and out of order.
       apply: the state machine, `elastic_train.membership.roster.apply`.
-      faults: gives keepalive and JAX heartbeat.
       past: what earlier parts of the run say, whose epochs and incarnations go on.
       has_checkpoints: the run goes on from a checkpoint.
       generation: this coordinator's number; a job gets another one when its JAX service is replaced.
@@ -85,7 +84,6 @@ class Coordinator:
         records: Records,
         *,
         apply: Apply,
-        faults: FaultConfig,
         past: Past | None = None,
         has_checkpoints: bool = False,
         generation: int = 0,
@@ -103,6 +101,7 @@ class Coordinator:
         stall_note_s: float = 30.0,
     ) -> None:
         self.roster = _first_roster(limits, past, stop_wanted, returning)
+        faults = limits.faults
         self.generation = generation
         self._on_next_generation, self._on_resized = on_next_generation, on_resized
         self._records = records

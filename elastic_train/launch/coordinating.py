@@ -67,7 +67,14 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
         generation, workers = past.generation + 1, past.workers or task.workers
         job = _JobRecords(records, messages, run_dir, task)
         _write_beginning(records, task, resume, messages)
-        limits = limits_of(workers, task, faults)
+        limits = Limits(
+            workers,
+            task.min_workers,
+            faults,
+            num_nodes=max(workers, faults.node_ids or node_ids(workers)) + 1,
+            max_slots=task.max_workers,
+            capacity=max(workers, ROOM),
+        )
         coordinator = Coordinator(
             limits,
             job,
@@ -77,7 +84,6 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
             returning=task.continues,
             stop_wanted=task.stop_wanted,
             apply=apply,
-            faults=faults,
             bind=task.bind,
             host=task.host,
             secret=task.secret,
@@ -97,24 +103,6 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
         records.event("generation_began", generation=generation, pid=os.getpid(), workers=workers, node_ids=num_ids)
         messages.send(started={"address": coordinator.address, "generation": generation})
         _serve(coordinator, job, messages, orders)
-
-
-def limits_of(workers: int, task: Task, faults: FaultConfig) -> Limits:
-    """Sizes and budgets of a job with so many workers."""
-    return Limits(
-        num_slots=workers,
-        min_workers=task.min_workers,
-        max_restarts=faults.max_restarts,
-        forgive_after_steps=faults.forgive_after_steps,
-        first_backoff_s=faults.first_backoff_s,
-        max_backoff_s=faults.max_backoff_s,
-        start_grace_s=faults.start_grace_s,
-        start_timeout_s=faults.start_timeout_s,
-        floor_timeout_s=faults.floor_timeout_s,
-        num_nodes=max(workers, faults.node_ids or node_ids(workers)) + 1,
-        max_slots=task.max_workers,
-        capacity=max(workers, ROOM),
-    )
 
 
 def _write_beginning(records: RunDirectory, task: Task, resume: Resume | None, messages: Messages) -> None:

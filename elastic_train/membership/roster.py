@@ -176,7 +176,7 @@ def _started(turn: Turn, worker: Worker, event: Started) -> None:
     turn.set_worker(worker, pid=event.pid)
     turn.note("worker_started", pid=event.pid, warm=event.warm, **worker.identity._asdict())
     if worker.state in (WorkerState.STARTING, WorkerState.WARMING):
-        turn.emit(SetTimer(f"start/{slot}/{incarnation}", turn.roster.limits.start_timeout_s))
+        turn.emit(SetTimer(f"start/{slot}/{incarnation}", turn.roster.limits.faults.start_timeout_s))
 
 
 def _hello(turn: Turn, worker: Worker, event: Hello) -> None:
@@ -201,7 +201,7 @@ def _stepped(turn: Turn, worker: Worker, event: Stepped) -> None:
         first_step = event.step
     turn.set_worker(worker, step=event.step, first_step=first_step)
     slot = worker.identity.slot
-    has_earned = first_step is not None and event.step - first_step + 1 >= turn.roster.limits.forgive_after_steps
+    has_earned = first_step is not None and event.step - first_step + 1 >= turn.roster.limits.faults.forgive_after_steps
     if has_earned and turn.roster.slots[slot].failures:
         turn.set_slot(slot, failures=0)
     generations.renew_now(turn)
@@ -277,9 +277,9 @@ def _form_if_due(turn: Turn) -> None:
         _form(turn)
     elif is_enough:
         turn.set(grace=True)
-        turn.emit(SetTimer("grace", limits.start_grace_s))
+        turn.emit(SetTimer("grace", limits.faults.start_grace_s))
         show = (
-            f"{num_ready} of {limits.num_slots} workers are ready; waiting up to {limits.start_grace_s:g} s "
+            f"{num_ready} of {limits.num_slots} workers are ready; waiting up to {limits.faults.start_grace_s:g} s "
             f"for {name_slots(waited_for)}"
         )
         turn.note("waiting", show, ready=ready, waited_for=waited_for)
@@ -320,15 +320,15 @@ def _watch_floor(turn: Turn) -> None:
     below = roster.num_members < limits.min_workers
     if below and roster.floor is Floor.UNWATCHED:
         turn.set(floor=Floor.STARTING)
-        turn.emit(SetTimer("floor", limits.floor_timeout_s))
+        turn.emit(SetTimer("floor", limits.faults.floor_timeout_s))
     elif below and roster.floor is Floor.REACHED:
         turn.set(floor=Floor.BELOW)
         show = (
             f"{roster.num_members} members, min_workers is {limits.min_workers}: pausing until enough of "
-            f"{name_slots(roster.missing)} are back, at most {limits.floor_timeout_s:g} s"
+            f"{name_slots(roster.missing)} are back, at most {limits.faults.floor_timeout_s:g} s"
         )
         turn.note("below_floor", show, **_about_floor(roster))
-        turn.emit(SetTimer("floor", limits.floor_timeout_s))
+        turn.emit(SetTimer("floor", limits.faults.floor_timeout_s))
     elif not below and roster.floor is not Floor.REACHED:
         turn.set(floor=Floor.REACHED)
         if roster.floor is Floor.BELOW:
@@ -370,7 +370,7 @@ def _floor_over(turn: Turn) -> None:
     if roster.floor is Floor.REACHED:
         return
     message = (
-        f"gave up: fewer than {limits.min_workers} members (min_workers) for {limits.floor_timeout_s:g} s "
+        f"gave up: fewer than {limits.min_workers} members (min_workers) for {limits.faults.floor_timeout_s:g} s "
         f"(faults.floor_timeout_s); missing: {name_slots(roster.missing)}."
     )
     turn.end(4, "gave_up", *with_first_traceback(roster, message))
@@ -385,7 +385,7 @@ def _too_long(turn: Turn, kind: str, slot: int, incarnation: int) -> None:
         said = "was refused" if worker.state is WorkerState.READY else "left the group"
         _kill(turn, worker, f"slot {slot} {said} {limits.leave_timeout_s:g} s ago and has not exited")
     if kind == "start" and worker.state in (WorkerState.STARTING, WorkerState.WARMING):
-        timeout_s = limits.start_timeout_s
+        timeout_s = limits.faults.start_timeout_s
         _kill(
             turn,
             worker,

@@ -69,12 +69,12 @@ def _restart_later(turn: Turn, number: int) -> None:
     if roster.closing or roster.slots[number].drained:
         return
     failures = turn.set_slot(number, failures=roster.slots[number].failures + 1).failures
-    if failures > limits.max_restarts:
+    if failures > limits.faults.max_restarts:
         _give_up(turn, number)
         return
     # The exponent is bounded before the delay is, so that a large budget cannot overflow a float.
-    backoff_s = limits.first_backoff_s * 2.0 ** min(failures - 2, 64)
-    delay_s = 0.0 if failures == 1 else min(backoff_s, limits.max_backoff_s)
+    backoff_s = limits.faults.first_backoff_s * 2.0 ** min(failures - 2, 64)
+    delay_s = 0.0 if failures == 1 else min(backoff_s, limits.faults.max_backoff_s)
     if roster.slots[number].startup_failed and not roster.ever_ready:
         delay_s = max(delay_s, STARTUP_RESTART_S)
     turn.emit(SetTimer(f"restart/{number}", delay_s))
@@ -86,7 +86,7 @@ def _give_up(turn: Turn, number: int) -> None:
     slot = turn.set_slot(number, given_up=True)
     show = (
         f"gave up slot {number}: its worker ended {slot.failures} times in a row, last with exit code "
-        f"{slot.exit_code}; {limits.max_restarts} restarts are allowed (faults.max_restarts)"
+        f"{slot.exit_code}; {limits.faults.max_restarts} restarts are allowed (faults.max_restarts)"
     )
     turn.note("slot_given_up", show, slot=number, failures=slot.failures, exit_code=slot.exit_code)
     if turn.roster.num_coming >= limits.min_workers:
@@ -97,7 +97,7 @@ def _give_up(turn: Turn, number: int) -> None:
     message = (
         f"gave up: {len(left)} of {limits.num_slots} slots are left and min_workers is {limits.min_workers}. "
         + "; ".join(f"slot {n}: last exit code {code}" for n, code in codes.items())
-        + f". Each was started again {limits.max_restarts} times in a row (faults.max_restarts)."
+        + f". Each was started again {limits.faults.max_restarts} times in a row (faults.max_restarts)."
     )
     turn.end(4, "gave_up", *with_first_traceback(turn.roster, message))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from elastic_train.config import FaultConfig
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.roster_events import Action, Announce, End, Note
 from elastic_train.membership.table import Table
@@ -64,7 +65,7 @@ class Slot:
     """What is remembered of a slot from one start of its worker to the next."""
 
     starts: int = 0
-    failures: int = 0  # in a row; see Limits.forgive_after_steps
+    failures: int = 0  # in a row; see FaultConfig.forgive_after_steps
     given_up: bool = False
     drained: bool = False  # it was asked to leave for good
     startup_failed: bool = False  # user code raised before the worker was ready, at least once
@@ -92,19 +93,13 @@ SLOTS: Mapping[str, Callable[[Slot], bool]] = {"gone": lambda slot: slot.gone}
 
 @dataclass(frozen=True)
 class Limits:
-    """What the job was told: sizes and budgets. `num_nodes` counts the coordinator's node 0; `max_slots` is 0 if there
-    is no limit; `capacity` says how many slots this coordinator has room for."""
+    """What the job was told: sizes, and the budgets and time limits of its config. `num_nodes` counts the coordinator's
+    node 0; `max_slots` is 0 if there is no limit; `capacity` says how many slots this coordinator has room for."""
 
     num_slots: int
     min_workers: int = 1
-    max_restarts: int = 10
-    forgive_after_steps: int = 20
-    first_backoff_s: float = 0.5
-    max_backoff_s: float = 30.0
-    start_grace_s: float = 60.0
-    start_timeout_s: float = 600.0
+    faults: FaultConfig = field(default_factory=FaultConfig)
     leave_timeout_s: float = 30.0
-    floor_timeout_s: float = 3600.0
     num_nodes: int = 256
     max_slots: int = 0
     capacity: int = 1 << 16

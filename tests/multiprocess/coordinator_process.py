@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from elastic_train.config import FaultConfig
 from elastic_train.coordinator.service import Coordinator
 from elastic_train.membership.roster import Limits
 
@@ -30,7 +29,6 @@ def main() -> None:
         Limits(num_slots=4),
         NoRecords(),
         apply=lambda roster, event: (roster, ()),
-        faults=FaultConfig(),
         secret=sys.argv[1],
     )
     print(coordinator.address, flush=True)

@@ -84,10 +84,9 @@ class Job:
         self._agents: list[Agent] = []
         self._steps: set[int] = set()
         self.coordinator = Coordinator(
-            Limits(num_slots, num_nodes=starts_per_slot * num_slots),
+            Limits(num_slots, faults=FaultConfig(keepalive_s=keepalive_s), num_nodes=starts_per_slot * num_slots),
             self,
             apply=self._apply,
-            faults=FaultConfig(keepalive_s=keepalive_s),
             secret=SECRET,
             on_note=self.shown.append,
             on_end=lambda end, finished: self.ends.append((end, {s: f.status for s, f in finished.items()})),
@@ -624,7 +623,6 @@ def start_at(bind: str) -> None:
         Limits(1),
         records=None,  # type: ignore[arg-type]
         apply=lambda roster, event: (roster, ()),
-        faults=FaultConfig(),
         bind=bind,
         secret=SECRET,
     )

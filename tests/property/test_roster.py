@@ -10,6 +10,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train.config import FaultConfig
 from elastic_train.membership.roster import Limits
 from elastic_train.membership.roster_events import Exited, Failed, Start
 from elastic_train.membership.semantics import Enter, Exit, Process, find_violation
@@ -20,12 +21,18 @@ seeds = st.integers(0, 2**32 - 1)
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 3))
 
 
-def cluster_of(seed: int, size: tuple[int, int, int], **limits: float) -> Cluster:
+def cluster_of(
+    seed: int,
+    size: tuple[int, int, int],
+    max_restarts: int = 10**6,
+    start_grace_s: float = 2.0,
+    num_nodes: int = 10**6,
+) -> Cluster:
     """`size` is (slots, min_workers, agents); slots are dealt out to the agents."""
     num_slots, min_workers, num_agents = size
-    settings_of_job = {"max_restarts": 10**6, "start_grace_s": 2.0, "num_nodes": 10**6, **limits}
+    faults = FaultConfig(max_restarts=max_restarts, start_grace_s=start_grace_s)
     agents = {f"agent{i}": tuple(range(i, num_slots, num_agents)) for i in range(min(num_agents, num_slots))}
-    return Cluster(seed, Limits(num_slots, min(min_workers, num_slots), **settings_of_job), agents)  # type: ignore[arg-type]
+    return Cluster(seed, Limits(num_slots, min(min_workers, num_slots), faults, num_nodes=num_nodes), agents)
 
 
 def disturb(cluster: Cluster, num_moves: int, fault_share: float) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 
+from elastic_train.config import FaultConfig
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.roster import Limits, Roster, WorkerState, apply, beginning, refuse_drain
 from elastic_train.membership.roster_events import (
@@ -49,7 +50,8 @@ A, B, C = Identity(0, 0, 1), Identity(1, 0, 2), Identity(2, 0, 3)
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: no\nwhile reading'
 
-LIMITS = Limits(num_slots=3, max_restarts=3, forgive_after_steps=20, start_grace_s=60.0)
+FAULTS = FaultConfig(max_restarts=3, forgive_after_steps=20, start_grace_s=60.0)
+LIMITS = Limits(num_slots=3, faults=FAULTS)
 Kind = TypeVar("Kind")
 
 
@@ -252,7 +254,7 @@ def test_the_grace_timer_waits_again_if_too_few_are_left() -> None:
 
 
 def test_a_slot_that_was_given_up_is_not_waited_for() -> None:
-    roster, _ = play(started(replace(LIMITS, max_restarts=0)), Ready(A), Ready(B))
+    roster, _ = play(started(replace(LIMITS, faults=replace(FAULTS, max_restarts=0))), Ready(A), Ready(B))
     _, actions = play(roster, Exited(C, 1, ""))
     assert those(actions, Form) == [Form(View(1, (A, B)), (1, 2))]
 
@@ -333,7 +335,7 @@ def test_a_death_in_order() -> None:
 
 
 def test_back_off_doubles_up_to_a_limit_and_the_budget_ends() -> None:
-    limits = replace(LIMITS, max_restarts=5, first_backoff_s=0.5, max_backoff_s=3.0)
+    limits = replace(LIMITS, faults=replace(FAULTS, max_restarts=5, first_backoff_s=0.5, max_backoff_s=3.0))
     roster, delays = training(limits), []
     for _ in range(5):
         roster, actions = play(roster, Exited(roster.workers[2].identity, 1, "boom"))
@@ -348,7 +350,7 @@ def test_back_off_doubles_up_to_a_limit_and_the_budget_ends() -> None:
 
 
 def test_given_up_slots_end_the_job_below_min_workers() -> None:
-    limits = replace(LIMITS, max_restarts=0, min_workers=2)
+    limits = replace(LIMITS, faults=replace(FAULTS, max_restarts=0), min_workers=2)
     roster, _ = play(training(limits), Exited(C, -9, ""))
     roster, actions = play(roster, Exited(B, 1, TRACEBACK))
     (end,) = those(actions, End)
