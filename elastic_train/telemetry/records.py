@@ -3,27 +3,7 @@
 Every line of the `.jsonl` files is one JSON object; numbers that are not finite are written as null. A reader
 may find a last line cut off: the writer was killed.
 
-A *record* describes one committed step. Members send it as JSON:
-
-| field | meaning |
-|---|---|
-| `step`, `samples` | optimizer updates and samples consumed, after this step |
-| `loss`, `learning_rate` | of this step |
-| `workers` | slots of the members that committed it |
-| `epoch` | version of the member list |
-| `time`, `step_time_s` | Unix time of the commit; seconds the step took |
-| `phases` | seconds since the record before, by what the member that tells of it did |
-| `first_sample`, `num_samples` | position of its first sample since the start of training; how many |
-| `passes` | list of [pass, first position in that pass, count]: which part of which pass over the data |
-| `pass_size` | samples of a pass: the length of the data set |
-| `evaluation` | optional: means of an evaluation of the state after this step |
-| `recovered` | optional, on an epoch's first record: fields of the event `recovered` |
-| `skipped` | optional, true: parameters and optimizer stayed as they were, since the gradient was not finite |
-| any other | a metric of the user's |
-
-A line of metrics.jsonl has these fields, less those of the ledger. What `evaluation` holds is there as `eval_NAME`, and
-`phases` is the sum over the steps since the line before, those of an epoch's first step left out: the event `recovered`
-has them.
+What members send of a committed step, and which lines that makes, is in `step_lines`.
 """
 
 from __future__ import annotations
@@ -32,10 +12,8 @@ import fcntl
 import json
 import math
 import os
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,9 +21,9 @@ from typing import Any
 
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.continuing import Past, cut_back, go_on
-from elastic_train.telemetry.faults import find_faults, find_rejoins, time_lost
+from elastic_train.telemetry.costs import Costs
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
-from elastic_train.telemetry.phase_times import added
+from elastic_train.telemetry.step_lines import StepLines
 from elastic_train.telemetry.summary import summarize
 from elastic_train.telemetry.trackers import Tracker
 
@@ -57,29 +35,6 @@ IDLE_INTERVAL_S = 5.0
 
 MAX_HELD = 1024
 """How many records wait for a missing one before it is given up."""
-
-STEP_TIMES = 101
-"""From how many steps the median is taken that the cost of a fault is computed with while a job runs."""
-
-_NOT_LOGGED = frozenset({"first_sample", "num_samples", "passes", "pass_size", "recovered", "evaluation", "phases"})
-# What the time lost so far is computed from.
-_COSTLY = frozenset(
-    {
-        "coordinator_lost",
-        "generation_began",
-        "worker_started",
-        "worker_killed",
-        "worker_died",
-        "worker_finished",
-        "user_code_failed",
-        "gradient_not_finite",
-        "state_differs",
-        "steps_repeated",
-        "abort_sent",
-        "view_changed",
-        "recovered",
-    }
-)
 
 
 def is_run_directory(path: Path) -> bool:
@@ -160,9 +115,7 @@ class RunDirectory:
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         prepare_run_directory(path, may_hold_run=continues or resume is not None)
-        self._trackers = trackers
         self.path = path
-        self._log_every = log_every
         self._clock = clock
         self._on_note = on_note
         self._lock = threading.RLock()
@@ -173,7 +126,7 @@ class RunDirectory:
                 self._events = opened.enter_context(open_lines("events"))
                 fcntl.flock(self._events, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 past = go_on(path) if continues else Past() if resume is None else cut_back(path, resume)
-                self._metrics, self._ledger = (opened.enter_context(open_lines(name)) for name in ("metrics", "ledger"))
+                metrics, ledger = (opened.enter_context(open_lines(name)) for name in ("metrics", "ledger"))
                 self._files = opened.pop_all()
         except BlockingIOError as error:
             message = f"another job is writing to {path}; give another --run-dir, or stop that job"
@@ -181,22 +134,17 @@ class RunDirectory:
         except OSError as error:
             raise _unusable(path, error) from error
         self.past = past
+        self._lines = StepLines(metrics, ledger, log_every, past.has_metrics, trackers)
         self._step = past.step
         # Where training is; less than `_step` while steps that were lost are taken again.
         self._position, self._epoch = self._step, past.epoch
         self._newest: Mapping[str, Any] = {}
-        self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
+        self._costs = Costs()
         self._flushed_step = self._step
         self._held: dict[int, Mapping[str, Any]] = {}
-        self._unlogged: Mapping[str, Any] | None = None
-        self._has_logged = past.has_metrics
-        self._phases: Mapping[str, float] = {}
         self._recovered = set(past.recovered) if continues else set[int]()
         self._logged_step = past.logged_step if continues else self._step
-        self._retried: set[int] = set()
         self._event_time = past.time or -math.inf
-        self._costly_events: list[dict[str, Any]] = []
-        self._time_lost_s = 0.0
         self._dirty = threading.Event()
         self._closing = threading.Event()
         self._failure: OSError | None = None
@@ -252,42 +200,23 @@ class RunDirectory:
             line: dict[str, Any] = dict(time=self._event_time, event=name, **fields)
             self._events.write(dump(line) + "\n")
             self._events.flush()
-            if name in _COSTLY:
-                self._costly_events.append({key: value for key, value in line.items() if key != "traceback"})
             if name in ("user_code_failed", "gradient_not_finite", "state_differs"):
-                self._retried.add(fields["step"] + 1)
-            if name == "recovered":
-                self._count_costs(line)
+                self._lines.retried(fields["step"] + 1)
+            for text in self._costs.event(line):
+                self._note(text)
         return line
-
-    def _count_costs(self, recovery: Mapping[str, Any]) -> None:
-        step_time_s = statistics.median(self._step_times) if self._step_times else None
-        rejoins = find_rejoins(self._costly_events, step_time_s)
-        self._time_lost_s = time_lost(find_faults(self._costly_events, (), step_time_s), rejoins)
-        if recovery["kind"] == "formed":
-            return
-        for rejoin in rejoins[len(rejoins) - len(recovery["came"]) :]:
-            start = "" if rejoin.incarnation is None else f" (incarnation {rejoin.incarnation})"
-            again = " again" if rejoin.incarnation else ""
-            self._note(
-                f"worker {rejoin.slot}{start} is a member{again} at step {rejoin.step}; "
-                f"the others waited {rejoin.stall_s:.1f} s"
-            )
 
     def _note(self, text: str) -> None:
         if self._on_note is not None:
             self._on_note(text)
 
     def commit(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Takes the record of one committed step (see above).
+        """Takes the record of one committed step; see `step_lines`.
 
         Steps are written in order and once. A step that was written before is ignored: two members may send
         the same record. A step that comes too early is held back until the missing ones arrive; when
         `MAX_HELD` wait, the missing ones are given up with an event `ledger_gap`. Steps that come again in a
         newer epoch were lost and trained again: they are not written twice, but noted as `steps_repeated`.
-
-        A line of the ledger whose batch crosses from one pass into the next has the pass of its first sample
-        as `pass`, and in `crosses` all parts as [pass, first position, count]. Other lines have no `crosses`.
 
         Returns:
           The records written by this call, in order.
@@ -301,11 +230,11 @@ class RunDirectory:
                 about = {name: record.get(name) for name in ("step", "step_time_s", "phases")}
                 self.event("recovered", **{**recovered, **about, "reported_time": record["time"]})
             elif record.get("step_time_s") is not None:
-                self._step_times.append(record["step_time_s"])
+                self._costs.step(record["step_time_s"])
             if record["step"] <= self._step:
                 if self._logged_step < record["step"] <= self.past.step:
                     self._logged_step = record["step"]
-                    self._log_if_due(record)  # the ledger has it, and metrics.jsonl was broken off before
+                    self._lines.log_if_due(record)  # the ledger has it, and metrics.jsonl was broken off before
                 self._note_repeat(record)
                 return []
             self._held.setdefault(record["step"], record)
@@ -349,15 +278,14 @@ class RunDirectory:
     def time_lost_s(self) -> float:
         """Seconds lost to faults and rejoins so far; brought up to date at each recovery."""
         with self._lock:
-            return self._time_lost_s
+            return self._costs.time_lost_s
 
     def flush(self) -> None:
         """Hands all lines to the kernel now."""
         with self._lock:
             self._check()
             self._dirty.clear()
-            self._ledger.flush()
-            self._metrics.flush()
+            self._lines.flush()
             self._flushed_step = self._step
 
     def summary(self, end: Mapping[str, Any]) -> dict[str, Any]:
@@ -387,8 +315,7 @@ class RunDirectory:
                 self._closing.set()
                 self._dirty.set()
                 self._files.close()
-            for tracker in self._trackers:
-                tracker.close()
+            self._lines.close_trackers()
         self._flusher.join(timeout=10)
 
     def __enter__(self) -> RunDirectory:
@@ -400,8 +327,7 @@ class RunDirectory:
     def _finish_lines(self) -> None:
         while self._held:
             self.skip_gap()
-        if self._unlogged is not None:
-            self._log(self._unlogged)
+        self._lines.finish()
         self.flush()
 
     def _write_held(self) -> list[Mapping[str, Any]]:
@@ -416,40 +342,7 @@ class RunDirectory:
         self._step = self._position = record["step"]
         self._newest = record
         self._epoch = record["epoch"]
-        passes = record["passes"]
-        line = {
-            "step": record["step"],
-            "pass": passes[0][0],
-            "first_sample": record["first_sample"],
-            "num_samples": record["num_samples"],
-            "pass_size": record["pass_size"],
-            "workers": record["workers"],
-        }
-        if record.get("skipped"):
-            line["skipped"] = True
-        if len(passes) > 1:
-            line["crosses"] = passes
-        self._ledger.write(dump(line) + "\n")
-        self._log_if_due(record)
-
-    def _log_if_due(self, record: Mapping[str, Any]) -> None:
-        self._unlogged = record
-        if "recovered" not in record:
-            self._phases = added(self._phases, record.get("phases") or {})
-        is_special = not self._has_logged or "evaluation" in record or record["step"] in self._retried
-        if is_special or record["step"] % self._log_every == 0:
-            self._log(record)
-
-    def _log(self, record: Mapping[str, Any]) -> None:
-        line = {key: value for key, value in record.items() if key not in _NOT_LOGGED}
-        line |= {f"eval_{name}": value for name, value in record.get("evaluation", {}).items()}
-        if self._phases:
-            line["phases"] = {name: round(seconds, 6) for name, seconds in self._phases.items()}
-            self._phases = {}
-        self._metrics.write(dump(line) + "\n")
-        for tracker in self._trackers:
-            tracker.log(line)
-        self._unlogged, self._has_logged = None, True
+        self._lines.write(record)
 
     def _note_repeat(self, record: Mapping[str, Any]) -> None:
         """A newer epoch that begins at an earlier step takes steps again; late records are of no newer epoch."""
