@@ -205,8 +205,8 @@ class CheckpointConfig:
       when_busy: what becomes of a save that is due by `every_steps` while the one before is still being written.
         "wait": training waits. "defer": it is left out, and the newest state is saved as soon as that is possible.
         "auto": "wait" with states up to 64 MiB, "defer" with larger ones.
-      path: where to; by default `checkpoints` in the run directory. All hosts must reach it. Also a URL that Orbax
-        takes, such as gs://bucket/run.
+      path: where to; by default `checkpoints` in the run directory. All hosts must reach it. Also `gs://BUCKET/…`,
+        the only URLs that Orbax writes arrays to; needs the extra `gcs`.
     """
 
     every_steps: int = 0
@@ -223,6 +223,9 @@ class CheckpointConfig:
         known = ("auto", "wait", "defer")
         require(self.when_busy in known, "checkpoint.when_busy", self.when_busy, f"use one of {', '.join(known)}")
         require(self.path != "", "checkpoint.path", self.path, "name a directory, or leave it out")
+        known_url = "://" not in (self.path or "") or (self.path or "").startswith("gs://")
+        fix = "Orbax writes to directories and to Google Cloud Storage (gs://BUCKET/…); mount other stores as directories"
+        require(known_url, "checkpoint.path", self.path, fix)
 
 
 @dataclass(frozen=True, kw_only=True)

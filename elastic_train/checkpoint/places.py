@@ -19,7 +19,7 @@ from elastic_train.checkpoint import manifest
 from elastic_train.checkpoint.manifest import Manifest, ManifestError
 
 Path = epath.Path
-"""A path on a local disk, or a URL of a kind that etils knows."""
+"""A path on a local disk, or `gs://BUCKET/…`."""
 
 _STEP = re.compile(r"\d+")
 _LEFT_OVER = re.compile(r"\d+\.(partial|deleted)-.*")

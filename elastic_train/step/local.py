@@ -5,6 +5,7 @@ Nothing here crosses workers, so nothing here is compiled again when the members
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,6 +143,8 @@ class LocalProgram:
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
         donated = (0, 1, 2) if self.num_states == 1 else ()
         self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self.scale(1), options=same)
+        # Whoever gives a GPU a program that asks the host which way to go waits for all that was given before.
+        self.queues_update = self.queues_ahead and self.num_states > 1 and not _has_control_flow(self._update)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
@@ -196,10 +199,17 @@ class LocalProgram:
         """
         arrays = state.arrays
         sums, marks = self._shard(*arrays.values(), *inputs[1:], self._no_marks)
-        done = [self._add(sums, sums), self.means(sums), self._as_marks(self._fingerprint(arrays)), marks]
+        jax.block_until_ready((self.means(sums), self._as_marks(self._fingerprint(arrays)), marks))
+        # These give something large. A model that leaves no room for it may never need them.
+        if self._num_bytes_free() > 2 * self.layout.num_bytes:
+            jax.block_until_ready(self._add(sums, sums))
         if self.num_states > 1:
-            done.append(self._update(*arrays.values(), sums, *self.scale(1)))
-        jax.block_until_ready(done)
+            jax.block_until_ready(self._update(*arrays.values(), sums, *self.scale(1)))
+
+    def _num_bytes_free(self) -> float:
+        """What is left of the device's memory; infinite where it is the host's."""
+        stats = self._device.memory_stats() or {}
+        return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
     def give_initial(self) -> TrainState:
         """The state that the seed gives, once. Shapes are what is left here: a worker that begins with another state
@@ -377,6 +387,12 @@ def states_with_room(state_bytes: int, sum_bytes: int, num_partials: int, room_b
 
 def _means(means: Means) -> dict[str, jax.Array]:
     return {name: mean.value / mean.weight for name, mean in means.items()}
+
+
+def _has_control_flow(program: Any) -> bool:
+    """Whether a compiled program branches or loops."""
+    text = program.as_text()
+    return any(f" {operation}(" in text for operation in ("conditional", "while"))
 
 
 def _as_marks(fingerprint: jax.Array) -> Marks:

@@ -125,7 +125,8 @@ class Exchange:
         # Members with fewer partials than the widest repeat one; the plan never reads it.
         padded = tuple(partials) + (partials[0],) * (self._plan.slots_per_member - len(partials))
         mine = (padded, self._meeting.put(np.array(vote, np.int32)), marks)
-        return self._meeting.local(self._program(*self._meeting.mine_of_all(mine)))
+        total, votes = self._meeting.local(self._program(*self._meeting.mine_of_all(mine)))
+        return total or partials[0], votes
 
     def wait(self, votes: jax.Array) -> np.ndarray:
         """int32[members, VOTE_SIZE], what `__call__` gave. Blocks until all have taken part."""
@@ -133,10 +134,13 @@ class Exchange:
 
     def _body(self, partials: tuple[Sums, ...], vote: jax.Array, marks: jax.Array) -> tuple[Sums, jax.Array]:
         total, fine = self._sum(partials)
+        has_weight = self._layout.has_weight(total)
+        if self._meeting.size == 1:
+            total = ()  # a program's result would be a copy
         row = jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:], fine.astype(jnp.int32)[None]])
         rows = jax.lax.all_gather(row, AXIS)
         # All members see the same, so all clear the same bit.
-        usable = jnp.all(rows[:, VOTE_SIZE]) & self._layout.has_weight(total)
+        usable = jnp.all(rows[:, VOTE_SIZE]) & has_weight
         rows = rows[:, :VOTE_SIZE]
         flags = rows[:, FLAGS_WORD]
         return total, rows.at[:, FLAGS_WORD].set(jnp.where(usable, flags, flags & ~FINITE_BIT))

@@ -232,6 +232,13 @@ def test_override_without_key_or_value(override):
     assert "expected key=value" in error_of(overrides=[override])
 
 
+@pytest.mark.parametrize("path", ["s3://bucket/run", "file:///tmp/run", "memory://run"])
+def test_checkpoints_go_to_no_url_that_orbax_cannot_write_to(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.path = .*://.*gs://BUCKET/"):
+        resolve(Config, overrides=[f"checkpoint.path={path}"])
+    assert resolve(Config, overrides=["checkpoint.path=gs://b/run"]).checkpoint.path == "gs://b/run"
+
+
 def test_a_setting_without_default_must_be_given():
     @dataclass(frozen=True, kw_only=True)
     class Needs(Config):

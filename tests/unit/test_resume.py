@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def test_a_new_run_begins(tmp_path: Path) -> None:
     assert planned(tmp_path) is None
     with pytest.raises(UsageError, match=r"no good checkpoint.*--resume must"):
         planned(tmp_path, "must")
+
+
+def test_a_client_of_an_object_store_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UsageError, match=r"gs://nowhere/run needs a package.*pip install 'elastic-train\[gcs\]'"):
+        plan(tmp_path, "auto", CheckpointConfig(path="gs://nowhere/run"), VALUES, lambda: KINDS)
 
 
 def test_it_goes_on_from_the_newest_good_checkpoint_and_says_so(tmp_path: Path) -> None:
