@@ -224,7 +224,7 @@ class CheckpointConfig:
         require(self.when_busy in known, "checkpoint.when_busy", self.when_busy, f"use one of {', '.join(known)}")
         require(self.path != "", "checkpoint.path", self.path, "name a directory, or leave it out")
         known_url = "://" not in (self.path or "") or (self.path or "").startswith("gs://")
-        fix = "Orbax writes to directories and to Google Cloud Storage (gs://BUCKET/…); mount other stores as directories"
+        fix = "Orbax writes to directories and to gs://BUCKET/…; mount other stores as directories"
         require(known_url, "checkpoint.path", self.path, fix)
 
 

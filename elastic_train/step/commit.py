@@ -148,7 +148,7 @@ class Stepper:
 
         1. local gradients; a worker whose own code raised takes part all the same, with zeros and a vote against
         2. the exchange, on accelerators queued before the gradients are there, and behind it the update, if there is
-           room for its result
+           room for its result. An update that branches is queued when the gradients are there: see `queues_update`
         3. when gradients and exchange are there, the exit barrier of `live_devices`
         4. after a commit, and only then, the new state counts. If it takes the old one's place, it is computed now
 
@@ -179,20 +179,22 @@ class Stepper:
     def _take_part(self, state: TrainState, vote: Vote, size: int, failure: str) -> tuple[_Tried, np.ndarray]:
         """What is done between the two barriers, up to the point at which all control vectors are there."""
         part = self._begin(state, vote, size, failure)
-        sent = None
+        sent = tried = None
         if self._local.queues_ahead:
             try:
                 sent = self._group.exchange(part.sums, part.vote.pack(), part.marks)
+                if self._local.queues_update:
+                    tried = self._queue(sent[0], size, part)
             except Exception:
                 if self._is_there(part):  # so it is the exchange
                     raise
         if not self._is_there(part):
-            sent = None  # it has nothing to work with, so it sends nothing: the others wait for zeros instead
+            # What is queued has nothing to work with, so it sends nothing: the others wait for zeros instead.
+            sent = tried = None
         exchange = self._group.exchange  # which may have to be waited for
         self._phase("exchange")
         total, votes = sent or exchange(part.sums, part.vote.pack(), part.marks)
-        tried = self._queue(total, size, part)
-        return tried, exchange.wait(votes)
+        return tried or self._queue(total, size, part), exchange.wait(votes)
 
     def _begin(self, state: TrainState, vote: Vote, size: int, failure: str) -> _Part:
         """Queues on the device what this member computes by itself. What its code raises meanwhile is voted on."""

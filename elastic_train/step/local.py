@@ -143,7 +143,8 @@ class LocalProgram:
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
         donated = (0, 1, 2) if self.num_states == 1 else ()
         self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self.scale(1), options=same)
-        # Whoever gives a GPU a program that asks the host which way to go waits for all that was given before.
+        # Whoever gives a GPU a program that branches waits for all that was given before, since the host decides. It
+        # would seem to be waiting for its own gradients, and may in truth be waiting for the others.
         self.queues_update = self.queues_ahead and self.num_states > 1 and not _has_control_flow(self._update)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))

@@ -1,6 +1,6 @@
 """Checkpoints in an object store, where directories cannot be renamed in one moment.
 
-The store is an emulator that speaks Google's protocol: the package, Orbax and its clients talk to it as to the real one.
+The store is an emulator that speaks Google's protocol: package, Orbax and clients talk to it as to the real one.
 """
 
 from __future__ import annotations
