@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,13 +13,11 @@ from typing import Any, Protocol
 from elastic_train.chaos.faults import Fault, to_toml
 from elastic_train.chaos.orders import Order, Orders, Strike
 from elastic_train.chaos.schedule import Planned, aim, num_taken, schedule_toml
+from elastic_train.chaos.turns import is_spaced, may_begin
 from elastic_train.membership.group import Identity
 
 SETTLE_LIMIT_S = 120.0
 """How long a worker that was struck may stay a member until the next random fault no longer waits for its death."""
-
-MAJORITY = 3
-"""So many members can tell which of them holds another state than the others."""
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}
 
@@ -51,34 +49,12 @@ class _Given:
     strike: Strike | None = None
 
 
-def may_begin(
-    planned: Planned, members: Collection[int], workers: int, max_down: int, num_pending: int, is_settled: bool
-) -> bool:
-    """Whether faults that wait may strike now.
-
-    Args:
-      planned: the faults.
-      members: slots that have a member.
-      workers: slots of the job.
-      max_down: how many slots may be without a member at once. 0: every slot must have one, and one member stays,
-        whatever orders are left that wait for others (a donor's death waits for a joiner, who comes after a death).
-      num_pending: members that will be lost to orders that nobody has carried out yet.
-      is_settled: all workers that were struck and are to go have gone.
-    """
-    if any(fault.kind == "flip" for fault in planned.faults) and len(members) - num_pending < MAJORITY:
-        return False  # nobody could say who is right, and one alone would not even be asked
-    missing, taken = workers - len(members), num_pending + num_taken(planned.faults)
-    if max_down == 0:
-        return is_settled and missing == 0 and taken < workers
-    return is_settled and missing + taken <= max_down
-
-
 class Conductor:
     """Carries out a schedule. `tick` is called several times a second by one thread, `finish` by any.
 
     Args:
       planned: all faults.
-      workers, max_down: see `may_begin`.
+      workers, max_down: see `turns.may_begin`.
       directory: `chaos/` in the run directory.
       job: the job.
       clock: gives Unix time.
@@ -106,6 +82,7 @@ class Conductor:
         self._outside: list[_Given] = []
         self._strikes: dict[str, Strike] = {}
         self._to_wake: list[tuple[float, Identity]] = []
+        self._struck_at = -1  # completed steps at the newest strike
         self._first_step_at: float | None = None
         self._lock = threading.Lock()
         self._finished = False
@@ -126,6 +103,8 @@ class Conductor:
         if self._first_step_at is None and step > 0:
             self._first_step_at = now
         self._collect()
+        if any(identity in self._job.members for _, identity in self._to_wake):
+            self._struck_at = max(self._struck_at, step)  # a stop is a strike for as long as it lasts
         for _, identity in [each for each in self._to_wake if each[0] <= now]:
             self._job.signal(identity, signal.SIGCONT)
         self._to_wake = [each for each in self._to_wake if each[0] > now]
@@ -167,11 +146,16 @@ class Conductor:
     def _begins(self, planned: Planned, now: float) -> Planned | None:
         """The faults, aimed at members, if they may strike now."""
         slots = sorted(member.slot for member in self._job.members)
-        pending = (given for given in self._given.values() if given.strike is None)
-        num_pending = num_taken(given.order.fault for given in pending)
-        if not may_begin(planned, slots, self._workers, self._max_down, num_pending, self._is_settled(now)):
+        pending = [given.order.fault for given in self._given.values() if given.strike is None]
+        if self._is_patient(planned) and not is_spaced(pending, self._struck_at, self._job.step):
+            return None
+        settled = self._is_settled(now)
+        if not may_begin(planned, slots, self._workers, self._max_down, num_taken(pending), settled):
             return None
         return aim(planned, slots)
+
+    def _is_patient(self, planned: Planned) -> bool:
+        return planned.waits and self._max_down == 0
 
     def _is_settled(self, now: float) -> bool:
         members = set(self._job.members)
@@ -182,7 +166,7 @@ class Conductor:
         for fault in planned.faults:
             if step is not None:  # now, or as soon as the worker is at that place
                 fault = replace(fault, step=step, after_s=None)
-            given = _Given(Order(len(self._given), fault), planned)
+            given = _Given(Order(len(self._given), fault, alone=self._is_patient(planned)), planned)
             self._given[given.order.number] = given
             if fault.is_outside:
                 self._outside.append(given)
@@ -222,6 +206,7 @@ class Conductor:
             file.write(to_toml(exact) + "\n")
         about = {"number": strike.number, "scenario": given.planned.name, **strike.identity._asdict()}
         about["step"] = self._job.step if fault.strikes_new else strike.step
+        self._struck_at = max(self._struck_at, about["step"])
         about |= {"kind": fault.kind, "where": fault.where, "lethal": fault.is_lethal}
         self._job.event("fault_injected", **about, fault=exact.as_table(), reported_time=strike.time)
 

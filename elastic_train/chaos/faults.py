@@ -65,6 +65,9 @@ SHORT_STOP_S = 2.0
 # Where a worker is that does not know yet how many steps the others have completed.
 _NEW = frozenset({"start", "joiner"})
 
+# Where a worker comes only when the members change.
+_AT_A_CHANGE = frozenset({"gather", "heal", "start"})
+
 
 class ScheduleError(UsageError):
     """A schedule of faults is wrong. The message names the key, the value and the fix."""
@@ -183,6 +186,11 @@ class Fault:
     def strikes_new(self) -> bool:
         """Whether it strikes a worker that has no state yet, and so knows of no step."""
         return bool({self.where, self.slot} & _NEW)
+
+    @property
+    def awaits_change(self) -> bool:
+        """Whether it finds an occasion only when the members change."""
+        return self.where in _AT_A_CHANGE
 
     def as_table(self) -> dict[str, Any]:
         """Key and value of all that is not at its default: what reads back as this fault."""

@@ -49,6 +49,7 @@ class Injector(places.Interference):
         self._step: int | None = None  # None: this worker has no state yet
         self._tried: set[int] = set()
         self._repeated: set[int] = set()
+        self._struck: set[int | None] = set()  # completed steps at which this worker was struck
         self._slow: tuple[int, float] | None = None
 
     def viewed(self, view: View) -> None:
@@ -60,7 +61,7 @@ class Injector(places.Interference):
     def at(self, where: str, role: str = "") -> None:
         if where in ("data", "compute") and self._step is None:
             return  # it tries a shard out before it is a member
-        for fault in self._due(where, role):
+        for fault in self.due(where, role):
             match fault.kind:
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -104,9 +105,9 @@ class Injector(places.Interference):
         return {**state, "params": _changed(state["params"], _bit_flipped)}
 
     def _strikes(self, where: str, role: str, kind: str) -> bool:
-        return next(self._due(where, role, kind), None) is not None
+        return next(self.due(where, role, kind), None) is not None
 
-    def _due(self, where: str, role: str, kind: str = "") -> Iterator[Fault]:
+    def due(self, where: str, role: str, kind: str = "") -> Iterator[Fault]:
         """The faults that are this worker's to carry out here and now, each put on record before it is handed out."""
         for order in self._orders.read():
             if self._is_due(order, where, role, kind):
@@ -119,6 +120,8 @@ class Injector(places.Interference):
         if order.number in self._repeated:
             return True
         if order.number in self._tried or not self._is_meant(fault, role):
+            return False
+        if order.alone and self._step in self._struck:
             return False
         # The first communicator is formed before anybody has a state: that is step 0.
         step = 0 if self._step is None and where == "gather" else self._step
@@ -143,6 +146,8 @@ class Injector(places.Interference):
         if self._orders.is_claimed(name):
             return False
         claimed = self._orders.claim(Strike(order.number, self._me, self._step or 0, time.time()), name)
+        if claimed:
+            self._struck.add(self._step)
         if claimed and order.fault.repeat != "once":
             self._repeated.add(order.number)
         return claimed

@@ -20,10 +20,17 @@ from elastic_train.membership.group import Identity
 
 @dataclass(frozen=True)
 class Order:
-    """A fault that is due from now on, and its number among all of the run."""
+    """A fault that is due from now on.
+
+    Attributes:
+      number: its number among all of the run.
+      fault: what is to be done.
+      alone: not by a worker that another order has struck in the same step; it waits for a later one.
+    """
 
     number: int
     fault: Fault
+    alone: bool = False
 
 
 class Strike(NamedTuple):
@@ -63,7 +70,7 @@ class Orders:
 
     def give(self, order: Order) -> None:
         """Tells the workers."""
-        line = json.dumps({"number": order.number, "fault": order.fault.as_table()})
+        line = json.dumps({"number": order.number, "fault": order.fault.as_table(), "alone": order.alone})
         with self._file.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -108,4 +115,4 @@ class Orders:
 
 
 def _order(told: Mapping[str, Any]) -> Order:
-    return Order(told["number"], Fault(**told["fault"]))
+    return Order(told["number"], Fault(**told["fault"]), told["alone"])

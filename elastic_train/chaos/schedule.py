@@ -213,7 +213,7 @@ class Schedule:
 
     @property
     def max_down(self) -> int:
-        """How many slots the faults that wait may leave without a member at once; see `conductor.may_begin`."""
+        """How many slots the faults that wait may leave without a member at once; see `turns.may_begin`."""
         return 0 if self.random is None else self.random.max_down
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,6 +21,9 @@ from elastic_train.chaos.schedule import (
     resolve,
     schedule_toml,
 )
+from elastic_train.chaos.standard import standard_faults
+from tests.property.chaos_job import play
+from tests.property.examples import examples
 
 STEPS = 100_000
 
@@ -103,3 +107,41 @@ def test_aim_strikes_members_and_as_many_as_planned(
         assert [replace(fault, slot=0) for fault in planned.faults if isinstance(fault.slot, int)] == [
             replace(fault, slot=0) for fault in aimed.faults if isinstance(fault.slot, int)
         ]
+
+
+@st.composite
+def patient_faults(draw: st.DrawFn) -> list[Fault]:
+    at_members = st.sampled_from([0, 1, "first", "last"])
+    in_a_step = [("raise", "compute"), ("raise", "hook"), ("kill", "data"), ("kill", "barrier"), ("kill", "exchange")]
+    found = []
+    for _ in range(draw(st.integers(2, 6))):
+        kind, where = draw(st.sampled_from([*in_a_step, ("kill", "heal"), ("stop", "heal"), ("leave", "anywhere")]))
+        slot = draw(st.sampled_from([0, "donor", "joiner"]) if where == "heal" else at_members)
+        more = {"duration_s": 0.5} if kind == "stop" else {}
+        found.append(Fault(kind=kind, where=where, slot=slot, step=draw(st.integers(1, 6)), **more))
+    return sorted(found, key=lambda fault: fault.step or 0)
+
+
+@examples(200)
+@given(patient_faults(), st.integers(2, 4), st.integers(0, 10_000))
+def test_patient_faults_strike_one_at_a_time(written: list[Fault], num_workers: int, seed: int) -> None:
+    """However slowly members return, and however old what is known of them: never twice the same worker in one step.
+    Never two workers in one step either, but for faults that had to wait until the members change."""
+    struck = play(written, num_workers, random.Random(seed))
+    by_themselves = [(each.worker, each.step) for each in struck if not each.fault.is_outside]
+    assert len(by_themselves) == len(set(by_themselves))
+    steps = [each.step for each in struck if not each.fault.awaits_change]
+    assert len(steps) == len(set(steps))
+
+
+@examples(200)
+@given(st.integers(2, 5), st.integers(1, 50), st.integers(0, 10_000))
+def test_each_standard_fault_strikes_in_a_step_of_its_own(num_workers: int, gap: int, seed: int) -> None:
+    faults = [
+        replace(fault, duration_s=0.5) if fault.kind == "stop" else fault for fault in standard_faults(num_workers, gap)
+    ]
+    struck = play(faults, num_workers, random.Random(seed))
+    assert [each.fault.kind for each in struck] == [fault.kind for fault in faults]
+    assert [each.worker.slot for each in struck] == [fault.slot for fault in faults]
+    steps = [each.step for each in struck]
+    assert steps == sorted(set(steps))

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from elastic_train.chaos.conductor import Conductor, may_begin
+from elastic_train.chaos.conductor import Conductor
 from elastic_train.chaos.faults import Fault
-from elastic_train.chaos.orders import Orders, Strike
+from elastic_train.chaos.inject import Injector
+from elastic_train.chaos.orders import Order, Orders, Strike
 from elastic_train.chaos.schedule import Planned, parse_schedule, resolve
+from elastic_train.chaos.turns import is_spaced, may_begin
 from elastic_train.membership.group import Identity
 
 WORKERS = [Identity(slot, 0, slot + 1) for slot in range(4)]
@@ -155,8 +157,79 @@ def test_patient_faults_wait_until_every_slot_has_a_member(job: ToldJob, tmp_pat
     playing.tick()
     assert len(orders(tmp_path)) == 1
     job.members = (*job.members, Identity(1, 1, 9))
+    job.step = 31  # the first one with the newcomer
     playing.tick()
     assert [fault.where for fault in orders(tmp_path)] == ["exchange", "barrier"]
+
+
+RAISE_THEN_KILL = """
+    patient = true
+    [[fault]]
+    kind = "raise"
+    step = 10
+    slot = 0
+    where = "compute"
+    [[fault]]
+    kind = "kill"
+    step = 20
+    slot = 0
+    where = "barrier"
+"""
+
+
+def test_of_two_overdue_faults_the_second_waits_until_the_first_has_struck_and_its_step_is_committed(
+    job: ToldJob, tmp_path: Path
+) -> None:
+    """In one step the kill would leave nobody to report the exception."""
+    playing = conductor(job, tmp_path, RAISE_THEN_KILL)
+    job.step = 50
+    playing.tick()
+    playing.tick()
+    assert [fault.kind for fault in orders(tmp_path)] == ["raise"]
+    strike(tmp_path, 0, WORKERS[0], 51)
+    for job.step in (50, 51):
+        playing.tick()
+        assert [fault.kind for fault in orders(tmp_path)] == ["raise"]
+    job.step = 52
+    playing.tick()
+    assert [(fault.kind, fault.step) for fault in orders(tmp_path)] == [("raise", 50), ("kill", 52)]
+
+
+def test_a_patient_fault_waits_for_the_end_of_a_stop_and_a_step_after_it(job: ToldJob, tmp_path: Path) -> None:
+    """What the worker had reported when it was stopped from outside may be older than the step it was in."""
+    stop = '[[fault]]\nkind = "stop"\nstep = 10\nslot = 0\nduration_s = 0.5\n'
+    playing = conductor(job, tmp_path, "patient = true\n" + stop + stop.replace("0.5", "0.75"))
+    job.step = 10
+    playing.tick()
+    job.step = 14
+    playing.tick()
+    job.now += 0.5
+    playing.tick()
+    playing.tick()
+    assert [number for _, number in job.signals] == [signal.SIGSTOP, signal.SIGCONT]
+    job.step = 15
+    playing.tick()
+    assert [number for _, number in job.signals] == [signal.SIGSTOP, signal.SIGCONT, signal.SIGSTOP]
+
+
+def test_a_worker_carries_out_one_patient_order_in_a_step(tmp_path: Path) -> None:
+    """Whatever the job knows of its step: a fault that waits for a transfer may find its occasion at any time."""
+    given = Orders(tmp_path / "chaos")
+    given.create()
+    raising = Fault(kind="raise", step=5, slot=0, where="compute")
+    stopping = Fault(kind="stop", step=5, slot=0, where="heal", duration_s=0.5)
+    worker = Injector(WORKERS[0], Orders(tmp_path / "chaos"))
+    worker.committed(7)
+    for number, fault in enumerate((raising, stopping)):
+        given.give(Order(number, fault, alone=True))
+    assert list(worker.due("compute", "")) == [raising]
+    assert list(worker.due("heal", "donor")) == []
+    worker.committed(8)
+    assert list(worker.due("heal", "donor")) == [stopping]
+    for number, fault in enumerate((raising, stopping), start=2):
+        given.give(Order(number, fault))
+    worker.committed(9)
+    assert list(worker.due("compute", "")) == [raising] and list(worker.due("heal", "donor")) == [stopping]
 
 
 def test_a_patient_donor_kill_does_not_block_the_fault_that_gives_it_a_joiner(job: ToldJob, tmp_path: Path) -> None:
@@ -264,3 +337,19 @@ def test_a_bit_is_flipped_only_where_a_majority_can_tell(members: set[int], num_
 def test_may_begin(members: set[int], num_pending: int, is_settled: bool, expected: bool) -> None:
     planned = Planned(tuple(Fault(kind="kill", step=1, slot=slot) for slot in (0, 1)), "kill_two")
     assert may_begin(planned, members, 4, 2, num_pending, is_settled) is expected
+
+
+@pytest.mark.parametrize(
+    ("pending", "struck_at", "step", "expected"),
+    [
+        ((), -1, 0, True),
+        ((), 7, 7, False),
+        ((), 7, 8, True),
+        (("compute",), -1, 8, False),
+        (("heal", "gather"), -1, 8, True),
+        (("heal", "compute"), -1, 8, False),
+    ],
+)
+def test_is_spaced(pending: tuple[str, ...], struck_at: int, step: int, expected: bool) -> None:
+    faults = [Fault(kind="kill", step=1, slot=0, where=where) for where in pending]
+    assert is_spaced(faults, struck_at, step) is expected
