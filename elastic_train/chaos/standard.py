@@ -2,12 +2,14 @@
 
 The schedule kills a worker in the exchange and the one of slot 0 between exchange and commit, raises an exception,
 stops a worker for longer than any deadline and asks one to leave. Each fault waits for the workers lost before to be
-back, however long that takes; only the length of the run is chosen by the pace of another one.
+back, however long that takes, and strikes in a step of its own; only the length of the run is chosen by the pace of
+another one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from elastic_train.data.ledger import Report
 from elastic_train.telemetry.barriers import BarrierReport
 from elastic_train.telemetry.compare import Comparison
 from elastic_train.telemetry.faults import moment
-from elastic_train.telemetry.report import missed_fault
+from elastic_train.telemetry.report import missed_fault, planned_fault
 
 Line = Mapping[str, Any]
 
@@ -65,13 +67,14 @@ def pace(events: Sequence[Line], commits: Sequence[Line]) -> Pace:
     return Pace(max(times[len(times) // 2], 1e-4), max(took, default=0.0))
 
 
-def standard_faults(workers: int, gap: int) -> tuple[Fault, ...]:
+def standard_faults(workers: int, gap: int, keepalive_s: float = 0.0) -> tuple[Fault, ...]:
     """The faults, in the order of their steps.
 
     Args:
       workers: slots of the job.
       gap: steps in which a worker comes back. Faults are less apart: they wait for it, and if one was quick the others
         have more time.
+      keepalive_s: a worker that is silent for about twice as long is found.
     """
     last = workers - 1
     whom = (
@@ -87,7 +90,7 @@ def standard_faults(workers: int, gap: int) -> tuple[Fault, ...]:
             where=where,
             slot=slot,
             step=FIRST_STEP + number * _least_gap(gap),
-            duration_s=LONG_STOP_S if kind == "stop" else None,
+            duration_s=max(LONG_STOP_S, 4 * keepalive_s) if kind == "stop" else None,
         )
         for number, (kind, where, slot) in enumerate(whom)
     )
@@ -123,6 +126,7 @@ class Verdict:
       promised: equal bits are promised on this platform with these settings.
       back: every worker that was lost was a member again before the end.
       num_injected, missed: faults that struck; those that found no occasion.
+      untold: faults that struck, but of which no event tells: nothing is known of how the job met them.
       faults: rows of summary.json's `faults`.
       rejoins: rows of summary.json's `rejoins`.
       kept: throughput kept at equal numbers of members.
@@ -136,6 +140,7 @@ class Verdict:
     back: bool
     num_injected: int
     missed: tuple[Line, ...]
+    untold: tuple[Line, ...]
     faults: tuple[Line, ...]
     rejoins: tuple[Line, ...]
     kept: Kept
@@ -145,12 +150,16 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """Nothing speaks against it, and every fault was tried."""
-        return self.exact is not False and self.survived and not self.missed
+        return self._is_fine and not self.missed
 
     @property
     def is_incomplete(self) -> bool:
         """Nothing speaks against it, but a fault was not tried."""
-        return self.exact is not False and self.survived and bool(self.missed)
+        return self._is_fine and bool(self.missed)
+
+    @property
+    def _is_fine(self) -> bool:
+        return self.exact is not False and self.survived and not self.untold
 
     def as_json(self) -> dict[str, Any]:
         return {"passed": self.passed, **asdict(self)}
@@ -175,6 +184,46 @@ class Disturbed:
     barriers: BarrierReport
 
 
+def untold_faults(events: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """Faults that struck without an event that tells of it, as in a chaos file. Each event tells of one fault.
+
+    A worker that a lethal fault has struck must die, and an exception must have been reported. Other faults may leave
+    no trace, such as a short stop, and are taken for told.
+
+    Returns:
+      (those; those that came too late: their worker finished before they could do anything).
+    """
+    traces = Counter(trace for event in events if (trace := _trace(event)))
+    finished = {_worker(event) for event in events if event["event"] == "worker_finished"}
+    untold, late = [], []
+    for event in events:
+        if event["event"] != "fault_injected" or not (event["lethal"] or event["kind"] == "raise"):
+            continue
+        trace = (*_worker(event), "gone" if event["lethal"] else event["step"])
+        if event["lethal"] and _worker(event) in finished:
+            late.append(event["fault"])
+        elif not traces[trace]:
+            untold.append(event["fault"])
+        traces[trace] -= 1
+    return untold, late
+
+
+def _trace(event: Line) -> tuple[Any, ...] | None:
+    """What an event tells of a worker: that it is gone, or after how many steps its code has raised."""
+    match event["event"]:
+        case "worker_died":
+            return (*_worker(event), "gone")
+        case "worker_exited" if event["exit_code"] != 0:  # after the end
+            return (*_worker(event), "gone")
+        case "user_code_failed" if not event["startup"]:
+            return (*_worker(event), event["step"])
+    return None
+
+
+def _worker(event: Line) -> tuple[int, int, int]:
+    return event["slot"], event["incarnation"], event["node"]
+
+
 def judge(
     calm_events: Sequence[Line],
     calm_commits: Sequence[Line],
@@ -192,8 +241,9 @@ def judge(
       comparable: the batch is the same with any number of members.
     """
     events, summary = disturbed.events, disturbed.summary
-    injected = [event for event in events if event["event"] == "fault_injected"]
+    struck = [event for event in events if event["event"] == "fault_injected"]
     missed = [fault for event in events if event["event"] == "faults_missed" for fault in event["faults"]]
+    untold, late = untold_faults(events)
     given_up = sorted({event["slot"] for event in events if event["event"] == "slot_given_up"})
     inexact, lost = [], []
     if comparable and not comparison.same:
@@ -217,8 +267,9 @@ def judge(
         survived=not lost,
         promised=promised,
         back=bool(disturbed.ledger) and len(disturbed.ledger[-1]["workers"]) == workers,
-        num_injected=len(injected),
-        missed=tuple(missed),
+        num_injected=len(struck) - len(late),
+        missed=(*missed, *late),
+        untold=tuple(untold),
         faults=tuple(summary["faults"]),
         rejoins=tuple(summary["rejoins"]),
         kept=throughput_kept(disturbed.commits, calm),
@@ -236,6 +287,10 @@ def format_verdict(verdict: Verdict, comparison: str) -> str:
     lines += [f"            {line}" for line in comparison.splitlines() if verdict.exact is not None]
     lines.append(f"survived    {'yes' if verdict.survived else 'NO'}, {verdict.num_injected} faults injected")
     lines += [f"            {reason}" for reason in verdict.reasons]
+    lines += [
+        f"no effect   {planned_fault(fault)} struck, but no event tells of it: whether it is survived is not known"
+        for fault in verdict.untold
+    ]
     lines += [f"not tried   {missed_fault(fault)}; use more --steps" for fault in verdict.missed]
     if not verdict.back:
         lines.append(

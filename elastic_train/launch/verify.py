@@ -122,7 +122,7 @@ def _attempt(
     _say(f"undisturbed: {steps} steps with {workers} workers")
     undisturbed = _run(options, f"undisturbed{suffix}", steps, environ)
     gap = min(_pace(undisturbed).gap(checked.faults.keepalive_s), gap_within(steps))
-    faults = standard_faults(workers, gap)
+    faults = standard_faults(workers, gap, checked.faults.keepalive_s)
     chaos = root / "chaos.toml"
     text = schedule_toml([Planned((fault,)) for fault in faults])
     chaos.write_text(f"patient = true\n\n{text}", encoding="utf-8")

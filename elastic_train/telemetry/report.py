@@ -137,10 +137,15 @@ def _rejoins(rejoins: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def missed_fault(fault: Mapping[str, Any]) -> str:
     """A fault of a chaos file that found no occasion."""
+    return f"{planned_fault(fault)} found no occasion before the end"
+
+
+def planned_fault(fault: Mapping[str, Any]) -> str:
+    """A fault of a chaos file."""
     due = f"step {fault['step']}" if "step" in fault else f"{fault['after_s']:g} s after the first step"
     slot = f"slot {fault['slot']}" if isinstance(fault["slot"], int) else f"the {fault['slot']} slot"
     where = fault.get("where", "anywhere")
-    return f"the fault {fault['kind']} ({slot}, {where}, due at {due}) found no occasion before the end"
+    return f"the fault {fault['kind']} ({slot}, {where}, due at {due})"
 
 
 def _lost(summary: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def test_a_recipe_is_verified(tmp_path):
     verdict = json.loads(ended.stdout)
     assert verdict["passed"] and verdict["exact"] and verdict["survived"]
     assert verdict["num_injected"] == 5
-    assert sorted(fault["kind"] for fault in verdict["faults"]) >= ["killed", "killed", "raised"]
+    kinds = Counter(fault["kind"] for fault in verdict["faults"])
+    assert kinds >= Counter(["killed", "raised", "killed", "stopped", "exited"])
     assert verdict["kept"]["share"] > 0
     assert json.loads((tmp_path / "runs" / "verify-faults.json").read_text()) == verdict

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train import cli
+from elastic_train.chaos.schedule import LONG_STOP_S
 from elastic_train.chaos.standard import (
     Disturbed,
     Pace,
@@ -110,8 +111,19 @@ def verdict(
     return judge([], lines(), disturbed, comparison, 2, promised, comparable)
 
 
+WORKER = {"slot": 0, "incarnation": 0, "node": 1}
+RAISED = {"event": "user_code_failed", **WORKER, "step": 3, "startup": False}
+DIED = {"event": "worker_died", **WORKER}
+
+
+def injected(kind: str, where: str, step: int = 3) -> dict[str, Any]:
+    fault = {"kind": kind, "where": where, "step": step, "slot": 0}
+    about = {"kind": kind, "where": where, "step": step, "lethal": kind in ("kill", "leave"), "fault": fault}
+    return {"event": "fault_injected", **WORKER, **about}
+
+
 def test_equal_digests_and_no_loss_pass() -> None:
-    found = verdict(events=({"event": "fault_injected", "step": 3},))
+    found = verdict(events=(injected("raise", "compute"), RAISED))
     assert found.passed and found.back and found.num_injected == 1
     assert found.kept.share == pytest.approx(1.0)
     assert "PASSED" in format_verdict(found, "same: a and b")
@@ -144,6 +156,48 @@ def test_a_fault_without_an_occasion_was_not_tried() -> None:
     text = format_verdict(found, "same: a and b")
     assert "verify-faults: INCOMPLETE" in text
     assert "not tried   the fault kill (slot 0, barrier, due at step 9) found no occasion before the end; use" in text
+
+
+@pytest.mark.parametrize(
+    ("events", "untold"),
+    [
+        ((injected("raise", "compute"), injected("kill", "barrier"), DIED), ["raise"]),  # it was killed in that step
+        ((injected("raise", "compute"), RAISED, injected("kill", "barrier", 9), DIED), []),
+        ((injected("raise", "compute", 4), RAISED), ["raise"]),
+        ((injected("raise", "compute"), {**RAISED, "incarnation": 1, "node": 9}), ["raise"]),
+        ((injected("kill", "barrier"), injected("leave", "anywhere"), DIED), ["leave"]),
+        ((injected("kill", "barrier"), {**DIED, "slot": 1, "node": 2}), ["kill"]),
+        ((injected("kill", "hook"), {**DIED, "event": "worker_exited", "exit_code": -9}), []),
+        ((injected("stop", "compute"),), []),  # a short one
+    ],
+)
+def test_a_fault_that_no_event_tells_of_does_not_count_as_survived(
+    events: tuple[dict[str, Any], ...], untold: list[str]
+) -> None:
+    found = verdict(events=events)
+    assert [fault["kind"] for fault in found.untold] == untold
+    assert found.passed is not bool(untold) and not found.is_incomplete
+    text = format_verdict(found, "same: a and b")
+    assert ("verify-faults: FAILED" in text) is bool(untold)
+    for kind in untold:
+        assert f"no effect   the fault {kind} (slot 0, " in text and "struck, but no event tells of it" in text
+
+
+def test_a_worker_that_finished_before_it_could_leave_was_struck_too_late() -> None:
+    finished = {"event": "worker_finished", **WORKER, "status": "done"}
+    ended = {"event": "worker_exited", **WORKER, "exit_code": 0}
+    found = verdict(events=(injected("leave", "anywhere", 28), finished, ended))
+    assert found.is_incomplete and found.num_injected == 0
+    text = format_verdict(found, "same: a and b")
+    assert (
+        "verify-faults: INCOMPLETE" in text and "not tried   the fault leave (slot 0, anywhere, due at step 28)" in text
+    )
+
+
+def test_a_worker_is_stopped_for_longer_than_it_takes_to_find_it_silent() -> None:
+    for keepalive_s in (5.0, 60.0):
+        (stop,) = (fault for fault in standard_faults(3, 10, keepalive_s) if fault.kind == "stop")
+        assert stop.is_lethal and (stop.duration_s or 0.0) >= max(LONG_STOP_S, 4 * keepalive_s)
 
 
 def test_digests_need_not_be_equal_where_the_batch_depends_on_the_members() -> None:
