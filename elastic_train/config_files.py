@@ -45,13 +45,14 @@ def resolve(
       flags: typed values of command-line options of their own, by key; None means that it was not given.
 
     Raises:
-      ConfigError: a file that is missing or no TOML, an unknown key, a wrong type, or a value out of range.
+      ConfigError: a file that is missing or no TOML, all unknown keys, all wrong types, or a value out of range.
     """
     known = dict(_keys(config_class))
+    given = (*_from_file(file), *_from_overrides(overrides), *_from_flags(flags or {}))
+    if unknown := {key: setting.source for key, setting in given if key not in known}:
+        raise ConfigError(_unknown(config_class, unknown, known))
     settings: dict[str, Setting] = {}
-    for key, setting in (*_from_file(file), *_from_overrides(overrides), *_from_flags(flags or {})):
-        if key not in known:
-            raise ConfigError(_unknown(config_class, key, setting.source, known))
+    for key, setting in given:
         for earlier in [other for other in settings if f"{other}.".startswith(f"{key}.")]:
             if setting.value != {}:
                 del settings[earlier]
@@ -111,19 +112,24 @@ def _keys(config_class: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
 
 
 def _build(config_class: type, base: Any, prefix: str, settings: Mapping[str, Setting]) -> Any:
-    values = {}
+    values, wrong = {}, []
     for field in _fields(config_class):
         key = prefix + field.name
         setting = settings.get(key)
         is_opened = any(other.startswith(f"{key}.") for other in settings)
-        if field.nested and (is_opened or (setting and setting.value == {})):
-            before = field.default if base is None else getattr(base, field.name)
-            before = before if isinstance(before, field.nested) else None
-            values[field.name] = _build(field.nested, before, f"{key}.", settings)
-        elif setting:
-            values[field.name] = _value(field, key, setting)
-        elif base is None and field.default is dataclasses.MISSING:
-            raise ConfigError(f"{key}: has no default; set it in the config file or with --set {key}=...")
+        try:
+            if field.nested and (is_opened or (setting and setting.value == {})):
+                before = field.default if base is None else getattr(base, field.name)
+                before = before if isinstance(before, field.nested) else None
+                values[field.name] = _build(field.nested, before, f"{key}.", settings)
+            elif setting:
+                values[field.name] = _value(field, key, setting)
+            elif base is None and field.default is dataclasses.MISSING:
+                raise ConfigError(f"{key}: has no default; set it in the config file or with --set {key}=...")
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     return config_class(**values) if base is None else dataclasses.replace(base, **values)
 
 
@@ -145,19 +151,26 @@ def _value(field: _Field, key: str, setting: Setting) -> Any:
         raise TypeError(f"{key}: {error}") from error
 
 
-def _unknown(config_class: type, key: str, source: str, known: Mapping[str, bool]) -> str:
-    last = key.rpartition(".")[2]
-    same_name = [other for other in known if other.rpartition(".")[2] == last]
-    near = difflib.get_close_matches(key, known, n=1) or same_name
-    near = near or difflib.get_close_matches(last, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+def _unknown(config_class: type, unknown: Mapping[str, str], known: Mapping[str, bool]) -> str:
+    """What is said of unknown keys, by their sources: a line for each, and what there is."""
+    lines = [f"unknown setting {key!r} ({source}).{_hint(key, known)}" for key, source in unknown.items()]
     base = dict(_keys(Config))
     settable = [name for name, is_group in known.items() if not is_group]
     faults = [name for name in settable if name.startswith("faults.")]
     common = [name for name in settable if name in base and name not in faults]
     own = [name for name in settable if name not in base]
-    listed = own + common + (faults if key.startswith("faults") else ["faults.… (see docs/timeouts.md)"])
-    return f"unknown setting {key!r} ({source}).{hint} {config_class.__name__} knows: {', '.join(listed)}"
+    in_faults = any(key.startswith("faults") for key in unknown)
+    listed = own + common + (faults if in_faults else ["faults.… (see docs/timeouts.md)"])
+    end = f"{config_class.__name__} knows: {', '.join(listed)}"
+    return f"{lines[0]} {end}" if len(lines) == 1 else "\n".join([*lines, end])
+
+
+def _hint(key: str, known: Mapping[str, bool]) -> str:
+    last = key.rpartition(".")[2]
+    same_name = [other for other in known if other.rpartition(".")[2] == last]
+    near = difflib.get_close_matches(key, known, n=1) or same_name
+    near = near or difflib.get_close_matches(last, known, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _from_file(file: Path | None) -> Iterator[tuple[str, Setting]]:
@@ -189,10 +202,11 @@ def _flatten(table: Mapping[str, object], prefix: str, source: str) -> Iterator[
 
 
 def _from_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Setting]]:
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"--set {override!r}: expected key=value, for example --set batch_size=64")
+    pairs = [override.partition("=") for override in overrides]
+    if wrong := [text for text, (key, equals, _) in zip(overrides, pairs, strict=True) if not (key.strip() and equals)]:
+        shown = ", ".join(map(repr, wrong))
+        raise ConfigError(f"--set {shown}: expected key=value, for example --set batch_size=64")
+    for key, _, text in pairs:
         yield key.strip(), Setting(text, True, "--set")
 
 

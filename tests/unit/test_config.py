@@ -143,6 +143,25 @@ def test_unknown_key_names_a_near_one_and_all_others(override, suggestion):
     assert "decay.wait" in message and "RecipeConfig" in message
 
 
+def test_all_wrong_settings_are_told_at_once(tmp_path):
+    file = write(tmp_path, "widhts = [3]\n")
+    assert error_of(file, ["stpes=3", "learning_rate=0.5", "faults.keepalive=3"]).splitlines()[:3] == [
+        f"unknown setting 'widhts' ({file}). Did you mean 'widths'?",
+        "unknown setting 'stpes' (--set). Did you mean 'steps'?",
+        "unknown setting 'faults.keepalive' (--set). Did you mean 'faults.keepalive_s'?",
+    ]
+    whole = error_of(overrides=["stpes=3", "faults.keepalive=3"])
+    assert len(whole.splitlines()) == 3 and whole.count("RecipeConfig knows: ") == 1 and "faults.node_ids" in whole
+    assert error_of(overrides=["steps", "seed=1", "=3"]).startswith("--set 'steps', '=3': expected key=value")
+    wrong = error_of(overrides=["steps=many", "faults.keepalive_s=x", "faults.max_restarts=y", "nesterov=yes"])
+    assert sorted(line.split(" ")[0] for line in wrong.splitlines()) == [
+        "faults.keepalive_s",
+        "faults.max_restarts",
+        "nesterov",
+        "steps",
+    ]
+
+
 def test_unknown_table_in_a_file(tmp_path):
     message = error_of(write(tmp_path, "[fault]\nkeepalive_s = 1\n"))
     assert "'fault.keepalive_s'" in message and "run.toml" in message and "'faults.keepalive_s'" in message
