@@ -1,5 +1,5 @@
-"""The command line: `elastic-train run`, `status`, `stop`, `save`, `drain`, `resize`, `checkpoint`, `ledger`,
-`barriers`, `compare`, `verify-faults` and `coordinator`."""
+"""The command line: `elastic-train run`, `coordinator`, `verify-faults`, `stop`, `save`, `drain`, `resize`, and what
+only reads a run directory (`cli_reading`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from elastic_train.checkpoint.resume import Mode
+from elastic_train.cli_options import RunDir, shown_as, whole
+from elastic_train.cli_reading import ReadingCommand, read_run
 from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError
 
 if TYPE_CHECKING:
@@ -23,11 +25,6 @@ if TYPE_CHECKING:
 Overrides = Annotated[
     tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="KEY=VALUE")
 ]
-
-
-def _shown_as(metavar: str) -> Any:
-    """An option that may be left out: its help names the value by `metavar` and no default."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +43,12 @@ class _Recipe:
     """
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
-    config: Annotated[Path | None, _shown_as("FILE")] = None
-    workers: Annotated[int | None, _shown_as("N")] = None
-    min_workers: Annotated[int, tyro.conf.arg(metavar="M")] = 1
-    steps: Annotated[int | None, _shown_as("S")] = None
-    run_dir: Annotated[Path | None, _shown_as("DIR")] = None
-    seed: Annotated[int | None, _shown_as("K")] = None
+    config: Annotated[Path | None, shown_as("FILE")] = None
+    workers: Annotated[int | None, shown_as("N"), whole("--workers", "N")] = None
+    min_workers: Annotated[int, whole("--min-workers", "M")] = 1
+    steps: Annotated[int | None, shown_as("S"), whole("--steps", "S")] = None
+    run_dir: Annotated[Path | None, shown_as("DIR")] = None
+    seed: Annotated[int | None, shown_as("K"), whole("--seed", "K")] = None
     overrides: Overrides = ()
 
 
@@ -67,11 +64,11 @@ class _Host:
       tls_peer_uri_prefix: for JAX's own service: what a URI in peers' certificates begins with, instead of their name.
     """
 
-    address: Annotated[str, _shown_as("HOST")] = ""
-    tls_cert: Annotated[str, _shown_as("FILE")] = ""
-    tls_key: Annotated[str, _shown_as("FILE")] = ""
-    tls_ca: Annotated[str, _shown_as("FILE")] = ""
-    tls_peer_uri_prefix: Annotated[str, _shown_as("URI")] = ""
+    address: Annotated[str, shown_as("HOST")] = ""
+    tls_cert: Annotated[str, shown_as("FILE")] = ""
+    tls_key: Annotated[str, shown_as("FILE")] = ""
+    tls_ca: Annotated[str, shown_as("FILE")] = ""
+    tls_peer_uri_prefix: Annotated[str, shown_as("URI")] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +94,9 @@ class Run(_Host, _Recipe):
 
     bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:0"
     resume: Mode = "auto"
-    slots: Annotated[str | None, _shown_as("SLOTS")] = None
-    coordinator: Annotated[str | None, _shown_as("HOST:PORT")] = None
-    chaos: Annotated[Path | None, _shown_as("FILE")] = None
+    slots: Annotated[str | None, shown_as("SLOTS")] = None
+    coordinator: Annotated[str | None, shown_as("HOST:PORT")] = None
+    chaos: Annotated[Path | None, shown_as("FILE")] = None
     trace_blocks: bool = False
 
 
@@ -137,26 +134,13 @@ class VerifyFaults:
     """
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
-    workers: Annotated[int | None, _shown_as("N")] = None
-    steps: Annotated[int | None, _shown_as("S")] = None
-    config: Annotated[Path | None, _shown_as("FILE")] = None
-    run_dir: Annotated[Path | None, _shown_as("DIR")] = None
-    seed: Annotated[int | None, _shown_as("K")] = None
+    workers: Annotated[int | None, shown_as("N"), whole("--workers", "N")] = None
+    steps: Annotated[int | None, shown_as("S"), whole("--steps", "S")] = None
+    config: Annotated[Path | None, shown_as("FILE")] = None
+    run_dir: Annotated[Path | None, shown_as("DIR")] = None
+    seed: Annotated[int | None, shown_as("K"), whole("--seed", "K")] = None
     json: bool = False
     overrides: Overrides = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """Show what the workers of a job are doing.
-
-    Attributes:
-      run_dir: the job's run directory.
-      json: as one JSON object.
-    """
-
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    json: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +151,7 @@ class Stop:
       run_dir: the job's run directory.
     """
 
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    run_dir: RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +162,7 @@ class Save:
       run_dir: the job's run directory.
     """
 
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    run_dir: RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +174,8 @@ class Drain:
       worker: its slot.
     """
 
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    worker: Annotated[int, tyro.conf.arg(metavar="I")]
+    run_dir: RunDir
+    worker: Annotated[int, whole("--worker", "I")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,130 +189,8 @@ class Resize:
       workers: from now on, on all hosts together.
     """
 
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    workers: Annotated[int, tyro.conf.arg(metavar="M")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ls:
-    """List a run's checkpoints.
-
-    Attributes:
-      run_dir: the job's run directory.
-    """
-
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verify:
-    """Read checkpoints as a whole and compare every file with its digest. Changes nothing.
-
-    Exit codes: 0 all are good; 1 one is damaged; 2 there is none.
-
-    Attributes:
-      run_dir: the job's run directory.
-      step: of one checkpoint; by default all.
-    """
-
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    step: Annotated[int | None, _shown_as("S")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diff:
-    """Say which leaves of two checkpoints differ, by their digests.
-
-    Exit codes: 0 none; 1 some; 2 there is no such checkpoint.
-
-    Attributes:
-      run_dir: the job's run directory.
-      step: the first checkpoint; by default the newest.
-      other_dir: where the second one is; by default in the same run.
-      other_step: the second checkpoint; by default the newest.
-    """
-
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    step: Annotated[int | None, _shown_as("S")] = None
-    other_dir: Annotated[Path | None, _shown_as("DIR2")] = None
-    other_step: Annotated[int | None, _shown_as("S2")] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """Write a checkpoint's parameters to a safetensors file. Needs the extra `safetensors`.
-
-    Attributes:
-      run_dir: the job's run directory.
-      out: the file.
-      step: of which checkpoint; by default the newest.
-    """
-
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
-    step: Annotated[int | None, _shown_as("S")] = None
-
-
-CheckpointAction = (
-    Annotated[Ls, tyro.conf.subcommand("ls")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Diff, tyro.conf.subcommand("diff")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """List, verify, compare or export a run's checkpoints."""
-
-    action: Annotated[CheckpointAction, tyro.conf.arg(name="")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ledger:
-    """Prove that a run consumed every sample exactly once per pass and left out no step, or say where not.
-
-    Exit codes: 0 proven; 1 not; 2 there is no run directory. A job may still be running.
-
-    Attributes:
-      action: what to do with the ledger.
-      run_dir: the job's run directory.
-    """
-
-    action: tyro.conf.Positional[Literal["verify"]]
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Barriers:
-    """Prove that every member list that a barrier handed out is valid, and that members agreed, or say where not.
-
-    The run must have been traced: `run --trace-blocks`.
-
-    Exit codes: 0 proven; 1 not; 2 there is no run directory. A job may still be running.
-
-    Attributes:
-      action: what to do with the barriers.
-      run_dir: the job's run directory.
-    """
-
-    action: tyro.conf.Positional[Literal["verify"]]
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compare:
-    """Say whether two runs are the same computation: equal digests, or where and by how much they differ.
-
-    Exit codes: 0 the same; 1 different, or not known; 2 there is no run directory.
-
-    Attributes:
-      run_dir: a job's run directory.
-      other_dir: another one's.
-    """
-
-    run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR1")]
-    other_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR2")]
+    run_dir: RunDir
+    workers: Annotated[int, whole("--workers", "M")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,10 +208,10 @@ class PlainOptions:
       resume: never: the run directory must hold no run; auto: go on with one that it holds; must: only go on.
     """
 
-    steps: Annotated[int | None, _shown_as("S")] = None
-    run_dir: Annotated[Path | None, _shown_as("DIR")] = None
-    seed: Annotated[int | None, _shown_as("K")] = None
-    config: Annotated[Path | None, _shown_as("FILE")] = None
+    steps: Annotated[int | None, shown_as("S"), whole("--steps", "S")] = None
+    run_dir: Annotated[Path | None, shown_as("DIR")] = None
+    seed: Annotated[int | None, shown_as("K"), whole("--seed", "K")] = None
+    config: Annotated[Path | None, shown_as("FILE")] = None
     overrides: Overrides = ()
     resume: Mode = "auto"
 
@@ -361,15 +223,11 @@ class PlainOptions:
 
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Status, tyro.conf.subcommand("status")]
+    | ReadingCommand
     | Annotated[Stop, tyro.conf.subcommand("stop")]
     | Annotated[Save, tyro.conf.subcommand("save")]
     | Annotated[Drain, tyro.conf.subcommand("drain")]
     | Annotated[Resize, tyro.conf.subcommand("resize")]
-    | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
-    | Annotated[Ledger, tyro.conf.subcommand("ledger")]
-    | Annotated[Barriers, tyro.conf.subcommand("barriers")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
     | Annotated[VerifyFaults, tyro.conf.subcommand("verify-faults")]
     | Annotated[CoordinatorAlone, tyro.conf.subcommand("coordinator")]
 )
@@ -377,13 +235,8 @@ Command = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Wrong options end it with SystemExit(2)."""
-    command = tyro.cli(
-        Command,  # type: ignore[arg-type]
-        prog="elastic-train",
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),  # no --no-json beside --json
-        description="Train Flax models with multi-controller JAX through the loss and return of workers.",
-    )
+    description = "Train Flax models with multi-controller JAX through the loss and return of workers."
+    command: Command = _parse(Command, argv, "elastic-train", description)
     try:
         return _perform(command)
     except ElasticTrainError as error:
@@ -394,7 +247,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_plain(argv: Sequence[str] | None, prog: str) -> PlainOptions:
     """The options of `python recipes/x.py`. Wrong ones end the process with SystemExit(2)."""
-    return tyro.cli(PlainOptions, prog=prog, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    return _parse(PlainOptions, argv, prog)
+
+
+def _parse(kind: Any, argv: Sequence[str] | None, prog: str, description: str | None = None) -> Any:
+    pairs_off = (tyro.conf.FlagCreatePairsOff,)  # no --no-json beside --json
+    try:
+        return tyro.cli(kind, prog=prog, args=argv, config=pairs_off, description=description)
+    except UsageError as error:
+        raise SystemExit(report_error(error)) from None
 
 
 def report_error(error: ElasticTrainError) -> int:
@@ -433,36 +294,8 @@ def parse_slots(text: str | None) -> tuple[int, ...] | None:
 def _perform(command: Command) -> int:
     # Each command imports what it needs: gRPC alone takes a fifth of a second.
     match command:
-        case Status():
-            from elastic_train.telemetry.status import format_status, live_status
-
-            status = live_status(command.run_dir)
-            print(json.dumps(status) if command.json else format_status(status))
-            return 0
         case Stop() | Save() | Drain() | Resize():
             return _order(command)
-        case Checkpoint(action=action):
-            return _checkpoint(action)
-        case Ledger():
-            from elastic_train.data.ledger import format_report
-            from elastic_train.data.ledger_files import verify_run
-
-            report = verify_run(command.run_dir)
-            print(format_report(report))
-            return 0 if report.proven else 1
-        case Barriers():
-            from elastic_train.telemetry.barriers import format_barriers, verify_barriers
-
-            found = verify_barriers(command.run_dir)
-            print(format_barriers(found))
-            return 0 if found.proven else 1
-        case Compare():
-            from elastic_train.telemetry.compare import compare, format_comparison, read_run
-
-            one, other = read_run(command.run_dir), read_run(command.other_dir)
-            comparison = compare(one, other)
-            print(format_comparison(comparison, one, other))
-            return 0 if comparison.same else 1
         case Run():
             from elastic_train.launch.environment import TRACE_VARIABLE
             from elastic_train.launch.host import run_agent
@@ -486,6 +319,8 @@ def _perform(command: Command) -> int:
             return run_job(
                 _job_options(command, command.bind, None, resume=command.resume), os.environ, with_agent=False
             )
+        case _:
+            return read_run(command)
 
 
 def _verify_faults(command: VerifyFaults) -> int:
@@ -519,28 +354,6 @@ def _order(command: Stop | Save | Drain | Resize) -> int:
         case Resize():
             calls.resize(command.run_dir, command.workers)
             print(f"the job has {command.workers} workers from now on; `elastic-train status` shows them come or leave")
-    return 0
-
-
-def _checkpoint(action: Ls | Verify | Diff | Export) -> int:
-    from elastic_train.checkpoint import show
-
-    match action:
-        case Ls():
-            print(show.listing(action.run_dir))
-        case Verify():
-            are_good, text = show.verification(action.run_dir, action.step)
-            print(text)
-            return 0 if are_good else 1
-        case Diff():
-            is_same, text = show.comparison(action.run_dir, action.step, action.other_step, action.other_dir)
-            print(text)
-            return 0 if is_same else 1
-        case Export():
-            from elastic_train.checkpoint.weights import export_safetensors
-
-            step = export_safetensors(action.run_dir, action.out, action.step)
-            print(f"{action.out}: the parameters after step {step}")
     return 0
 
 

@@ -197,6 +197,35 @@ def test_wrong_options_end_with_2(capsys: pytest.CaptureFixture[str], argv: list
     assert end.value.code == 2
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run", RECIPE, "--workers", "two"],
+        ["run", RECIPE, "--min-workers", "two"],
+        ["run", RECIPE, "--steps", "1e3"],
+        ["run", RECIPE, "--seed", "None"],
+        ["verify-faults", RECIPE, "--workers", "two"],
+        ["resize", "runs/x", "--workers", "two"],
+        ["drain", "runs/x", "--worker", "two"],
+        ["checkpoint", "diff", "runs/x", "--other-step", "last"],
+    ],
+)
+def test_a_number_that_is_none_is_told_in_one_line(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    option, text = argv[-2:]
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+    line = f"elastic-train: {option} {text}: not a whole number; write digits, as in {option} 4\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_number_of_a_plain_run_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.parse_plain(["--steps", "ten"], prog="recipes/linear.py")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "elastic-train: --steps ten: not a whole number; write digits, as in --steps 4\n"
+
+
 def test_options_reach_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(job, "run_job", lambda options, environ: seen.append(options) or 0)
