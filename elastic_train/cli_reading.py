@@ -1,4 +1,4 @@
-"""The commands that only read a run directory."""
+"""The commands that only read a run directory, and write down at most what they have read."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ class Status:
 
     run_dir: RunDir
     json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Print the summary of a run that has ended, as at its end, and write it to report.html in the run directory.
+
+    Attributes:
+      run_dir: the job's run directory.
+    """
+
+    run_dir: RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +160,7 @@ class Compare:
 
 ReadingCommand = (
     Annotated[Status, tyro.conf.subcommand("status")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Checkpoint, tyro.conf.subcommand("checkpoint")]
     | Annotated[Ledger, tyro.conf.subcommand("ledger")]
     | Annotated[Barriers, tyro.conf.subcommand("barriers")]
@@ -165,6 +177,11 @@ def read_run(command: ReadingCommand) -> int:
 
             status = live_status(command.run_dir)
             print(json.dumps(status) if command.json else format_status(status))
+            return 0
+        case Report():
+            from elastic_train.telemetry.ended import report
+
+            print(report(command.run_dir))
             return 0
         case Checkpoint(action=action):
             return _checkpoint(action)

@@ -1,0 +1,49 @@
+"""What is known of a run that has ended: its summary in words, also as a page."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+from elastic_train.errors import UsageError
+from elastic_train.telemetry.json_files import write_atomically
+from elastic_train.telemetry.records import is_written
+from elastic_train.telemetry.report import format_summary
+from elastic_train.telemetry.run_files import read_summary, require_run_directory
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head><meta charset="utf-8"><title>{title}</title></head>
+<body><h1>{title}</h1><pre>{text}</pre></body>
+</html>
+"""
+
+
+def report(run_dir: Path) -> str:
+    """The summary of the run in `run_dir`, as a person reads it at the end of a run; also written to its report.html.
+
+    Raises:
+      UsageError: there is no run, it has not ended, or the page cannot be written.
+    """
+    require_run_directory(run_dir)
+    if not (summary := read_summary(run_dir)):
+        if is_written(run_dir):
+            raise UsageError(
+                f"the run in {run_dir} has not ended, so there is no summary; `elastic-train status {run_dir}` shows "
+                "what it does"
+            )
+        raise UsageError(
+            f"the run in {run_dir} was broken off, so there is no summary; the command that started it goes on with it"
+        )
+    try:
+        text = format_summary(summary, run_dir)
+    except KeyError as error:
+        raise UsageError(f"{run_dir / 'summary.json'} lacks {error}; the file was changed") from error
+    if summary.get("traceback"):  # of which the summary says that it is above
+        text = f"{summary['traceback'].rstrip()}\n\n{text}"
+    page = _PAGE.format(title=html.escape(f"Run {run_dir.resolve().name}"), text=html.escape(text))
+    try:
+        write_atomically(run_dir / "report.html", page, 0o644)
+    except OSError as error:
+        raise UsageError(f"cannot write {run_dir / 'report.html'}: {error.strerror}") from error
+    return text

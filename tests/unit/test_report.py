@@ -1,0 +1,83 @@
+"""`elastic-train report`: the summary of a run that has ended, or why there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_train import cli
+from elastic_train.telemetry.records import RunDirectory
+from elastic_train.telemetry.report import format_summary
+from elastic_train.telemetry.summary import summarize
+
+COMMIT = {"step": 1, "samples": 10, "loss": 0.25, "time": 1.0, "step_time_s": 0.5}
+
+
+def finished(run_dir: Path, **end: Any) -> dict[str, Any]:
+    about = {"status": "done", "exit_code": 0, "time": 2.0, "step": 1, "samples": 10, **end}
+    summary = summarize([], [COMMIT], about)
+    (run_dir / "job.json").write_text("{}")
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return summary
+
+
+def refused(capsys: pytest.CaptureFixture[str], run_dir: Path) -> str:
+    assert cli.main(["report", str(run_dir)]) == 2
+    assert not (run_dir / "report.html").exists()
+    return capsys.readouterr().err
+
+
+def test_what_was_printed_at_the_end_is_printed_again_and_written_to_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    summary = finished(tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == format_summary(summary, tmp_path) + "\n"
+    page = (tmp_path / "report.html").read_text()
+    assert page.startswith("<!DOCTYPE html>") and f"<h1>Run {tmp_path.name}</h1>" in page
+    assert "loss        0.25" in page
+
+
+def test_the_traceback_of_a_run_that_failed_comes_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    traceback = 'Traceback (most recent call last):\n  File "<string>"\nValueError: no\n'
+    finished(tmp_path, status="failed", exit_code=3, message="user code failed", traceback=traceback)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(traceback + "\nstatus      failed\n")
+    assert "File &quot;&lt;string&gt;&quot;" in (tmp_path / "report.html").read_text()
+
+
+def test_there_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert f"{tmp_path} is no run directory" in refused(capsys, tmp_path)
+    assert "is no run directory" in refused(capsys, tmp_path / "missing")
+
+
+def test_the_run_has_not_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as records:
+        records.write_job({"address": None})
+        message = refused(capsys, tmp_path)
+    assert "has not ended, so there is no summary; `elastic-train status" in message
+    assert "was broken off, so there is no summary; the command that started it goes on" in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("{", "not JSON"), ('{"status": "done"}', "lacks 'step'")])
+def test_a_summary_that_was_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, reason: str) -> None:
+    finished(tmp_path)
+    (tmp_path / "summary.json").write_text(text)
+    message = refused(capsys, tmp_path)
+    assert "summary.json" in message and reason in message and "the file was changed" in message
+
+
+def test_the_page_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(tmp_path)
+    monkeypatch.setattr("os.open", refuse)
+    assert f"cannot write {tmp_path / 'report.html'}: Permission denied" in refused(capsys, tmp_path)
+
+
+def refuse(*_: object, **__: object) -> int:
+    raise PermissionError(13, "Permission denied")
