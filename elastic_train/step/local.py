@@ -105,12 +105,17 @@ class LocalProgram:
             )
         self._graphdef, self._params, self._streams, self._rest = _parts(model)
         params, rest = self._own(nnx.to_pure_dict(self._params)), self._own(nnx.to_pure_dict(self._rest))
-        opt_state = self._own(jax.jit(self._transform.init)(params))
-        self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
         # Only their structure is needed from now on. Arrays would be a second set of parameters, held for ever.
+        del model
         self._params, self._rest = _shapes(self._params), _shapes(self._rest)
+        opt_state = jax.jit(self._fresh_opt_state, out_shardings=jax.sharding.SingleDeviceSharding(self._device))(params)
+        self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
         paths = jax.tree_util.tree_flatten_with_path(self.initial.arrays)[0]
         self.leaf_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+
+    def _fresh_opt_state(self, params: PyTree) -> PyTree:
+        # Copies: what a program returns as it was given would be the same array, which must not be donated twice.
+        return jax.tree.map(jnp.copy, self._transform.init(params))
 
     def _layout(self, sums: PyTree) -> Layout:
         """Gradients and loss must be finite. What a metric says is the user's affair, and model state may hold
