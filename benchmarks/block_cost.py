@@ -150,9 +150,11 @@ def measure(arguments: argparse.Namespace, rank: int, address: str) -> dict[str,
 
 def make_group(way: str, me: Any, devices: dict[int, Any], recipe: Any) -> Any:
     """The product's group, less what this way leaves out."""
+    import jax
+
     from elastic_train.jax_private import LiveDevices
     from elastic_train.membership.live import Group
-    from elastic_train.step.reduce import Exchange
+    from elastic_train.step.reduce import AXIS, Exchange
 
     class Voteless(Exchange):
         """The same sums, and no control vectors: everybody is taken to have voted what this member has."""
@@ -169,7 +171,8 @@ def make_group(way: str, me: Any, devices: dict[int, Any], recipe: Any) -> Any:
             return [vote] * self._meeting.size
 
         def _sums(self, partials: Any) -> Any:
-            return self._sum(partials)[0]
+            parts = self.parts(partials)
+            return self._cut.leaves([jax.lax.all_gather(part, AXIS, tiled=True) for part in parts])
 
     class VotelessGroup(Group):
         @property

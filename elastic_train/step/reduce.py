@@ -126,6 +126,7 @@ class Exchange:
         padded = tuple(partials) + (partials[0],) * (self._plan.slots_per_member - len(partials))
         mine = (padded, self._meeting.put(np.array(vote, np.int32)), marks)
         total, votes = self._meeting.local(self._program(*self._meeting.mine_of_all(mine)))
+        votes.copy_to_host_async()
         return total or partials[0], votes
 
     def wait(self, votes: jax.Array) -> np.ndarray:
@@ -133,26 +134,44 @@ class Exchange:
         return np.asarray(votes)
 
     def _body(self, partials: tuple[Sums, ...], vote: jax.Array, marks: jax.Array) -> tuple[Sums, jax.Array]:
-        total, fine = self._sum(partials)
-        has_weight = self._layout.has_weight(total)
         if self._meeting.size == 1:
-            total = ()  # a program's result would be a copy
-        row = jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:], fine.astype(jnp.int32)[None]])
-        rows = jax.lax.all_gather(row, AXIS)
+            whole, fine = partials[0], self._layout.is_finite(partials[0])
+            total, rows = (), self._row(vote, marks, fine)[None]  # a program's result would be a copy
+        else:
+            parts = self.parts(partials)
+            fine = self._cut.part_is_finite(parts, jax.lax.axis_index(AXIS))
+            whole, rows = self.gathered(parts, self._row(vote, marks, fine))
+            total = whole
         # All members see the same, so all clear the same bit.
-        usable = jnp.all(rows[:, VOTE_SIZE]) & has_weight
+        usable = jnp.all(rows[:, VOTE_SIZE]) & self._layout.has_weight(whole)
         rows = rows[:, :VOTE_SIZE]
         flags = rows[:, FLAGS_WORD]
         return total, rows.at[:, FLAGS_WORD].set(jnp.where(usable, flags, flags & ~FINITE_BIT))
 
-    def _sum(self, partials: tuple[Sums, ...]) -> tuple[Sums, jax.Array]:
-        """The whole sum, and whether this member's part of it is finite."""
-        if self._meeting.size == 1:
-            return partials[0], self._layout.is_finite(partials[0])
+    def _row(self, vote: jax.Array, marks: jax.Array, fine: jax.Array) -> jax.Array:
+        """int32[VOTE_SIZE + 1]: a control vector, and whether this member's part of the sum is finite."""
+        return jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:], fine.astype(jnp.int32)[None]])
+
+    def parts(self, partials: tuple[Sums, ...]) -> list[jax.Array]:
+        """This member's part of the sum of each piece, array[size]; traceable."""
         pieces = zip(*(self._cut.pieces(leaves) for leaves in partials), strict=True)
-        parts = [self._sum_part(jnp.stack(piece)) for piece in pieces]
-        whole = [jax.lax.all_gather(part, AXIS, tiled=True) for part in parts]
-        return self._cut.leaves(whole), self._cut.part_is_finite(parts, jax.lax.axis_index(AXIS))
+        return [self._sum_part(jnp.stack(piece)) for piece in pieces]
+
+    def gathered(self, parts: Sequence[jax.Array], row: jax.Array) -> tuple[Sums, jax.Array]:
+        """The whole sum, and int32[members, size] from the `row` of each member, int32[size]; traceable.
+
+        Rows travel with the smallest part whose elements are of their width: a message of their own takes nearly as
+        long as that part.
+        """
+        fitting = [number for number, part in enumerate(parts) if part.dtype.itemsize == row.dtype.itemsize]
+        carrier = min(fitting, key=lambda number: parts[number].size, default=None)
+        whole = [jax.lax.all_gather(part, AXIS, tiled=True) if i != carrier else part for i, part in enumerate(parts)]
+        if carrier is None:
+            return self._cut.leaves(whole), jax.lax.all_gather(row, AXIS)
+        part = parts[carrier]
+        both = jax.lax.all_gather(jnp.concatenate([jax.lax.bitcast_convert_type(part, row.dtype), row]), AXIS)
+        whole[carrier] = jax.lax.bitcast_convert_type(both[:, : part.size].reshape(-1), part.dtype)
+        return self._cut.leaves(whole), both[:, part.size :]
 
     def _sum_part(self, mine: jax.Array) -> jax.Array:
         """array[partials, members, size] -> array[size]: this member's part of the sum of a piece."""
