@@ -54,7 +54,7 @@ SETTINGS = (
     "--set",
     "faults.keepalive_s=0.6",
     "faults.doubt_timeout_s=1.5",
-    "faults.step_timeout_s=2.0",
+    "faults.step_timeout_s=1.5",
     "--set",
     "faults.first_step_timeout_s=20.0",
     "faults.first_backoff_s=0.1",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -25,6 +26,10 @@ from elastic_train.telemetry.phase_times import PhaseTimes
 if TYPE_CHECKING:
     from elastic_train.config import Config
     from elastic_train.trainer import Trainer
+
+
+RATES_AT_ONCE = 64
+"""For how many steps the learning rate is computed at a time. A call takes as long for one, and the device waits."""
 
 
 class WeightedSum(NamedTuple):
@@ -94,7 +99,9 @@ class LocalProgram:
         self.layout = self._layout(sums)
         self._compile(example, eval_batch)
         self._log_device = _cheapest_for_scalars(device)
-        self._schedule = None if (schedule := trainer.schedule()) is None else jax.jit(schedule)
+        schedule = trainer.schedule()
+        self._schedule = None if schedule is None else jax.jit(partial(_many_rates, schedule))
+        self._rates: tuple[int, np.ndarray] = -1, np.empty(0)
         self.learning_rate(0)
 
     def _build_model(self, trainer: Trainer) -> None:
@@ -108,7 +115,9 @@ class LocalProgram:
         # Only their structure is needed from now on. Arrays would be a second set of parameters, held for ever.
         del model
         self._params, self._rest = _shapes(self._params), _shapes(self._rest)
-        opt_state = jax.jit(self._fresh_opt_state, out_shardings=jax.sharding.SingleDeviceSharding(self._device))(params)
+        opt_state = jax.jit(self._fresh_opt_state, out_shardings=jax.sharding.SingleDeviceSharding(self._device))(
+            params
+        )
         self.initial = TrainState(step=0, samples=0, params=params, model_state=rest, opt_state=opt_state)
         paths = jax.tree_util.tree_flatten_with_path(self.initial.arrays)[0]
         self.leaf_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
@@ -271,8 +280,11 @@ class LocalProgram:
         """The learning rate of the update that follows `step` updates, if the trainer has a schedule."""
         if self._schedule is None:
             return None
-        with jax.default_device(self._log_device):
-            return float(self._schedule(np.int32(step)))
+        start = step - step % RATES_AT_ONCE
+        if self._rates[0] != start:
+            with jax.default_device(self._log_device):
+                self._rates = start, np.asarray(self._schedule(np.int32(start)))
+        return float(self._rates[1][step - start])
 
     def fingerprint(self, state: TrainState) -> tuple[int, int]:
         """64 bits that depend on every bit of the state; see `state.fingerprint`."""
@@ -389,6 +401,12 @@ def states_with_room(state_bytes: int, sum_bytes: int, num_partials: int, room_b
     # Each partial sum is there three times: as it is, as it is sent, and received. What they add up to is there once.
     exchange = (3 * num_partials + 1) * sum_bytes
     return next((number for number in (3, 2) if number * state_bytes + exchange <= room_bytes), 1)
+
+
+def _many_rates(schedule: Any, start: jax.Array) -> jax.Array:
+    """The learning rates of `RATES_AT_ONCE` steps from `start` on, int32[]; traceable. One by one, so that a rate does
+    not depend on which others are computed beside it."""
+    return jax.lax.map(lambda step: jnp.asarray(schedule(step)), start + jnp.arange(RATES_AT_ONCE, dtype=jnp.int32))
 
 
 def _means(means: Means) -> dict[str, jax.Array]:

@@ -88,3 +88,23 @@ def test_how_many_partial_sums_a_member_may_bring_follows_from_the_settings(monk
         assert recipe.local._states_with_room() == num_partials
     finally:
         recipe.close()
+
+
+def test_the_learning_rate_told_is_that_of_the_step():
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 150)
+
+    class Scheduled(Wide):
+        def schedule(self):
+            return schedule
+
+        def optimizer(self):
+            return optax.adam(schedule)
+
+    recipe = Recipe(Scheduled(et.Config()), jax.local_devices()[0])
+    try:
+        expected = [float(jax.jit(schedule)(np.int32(step))) for step in (*range(150), 0)]
+        found = [recipe.local.learning_rate(step) for step in (*range(150), 0)]
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+        assert found[0] == found[-1]
+    finally:
+        recipe.close()
