@@ -53,7 +53,7 @@ QUIET_S = 20.0
 SETTINGS = (
     "--set",
     "faults.keepalive_s=0.6",
-    "faults.doubt_timeout_s=1.5",
+    "faults.doubt_timeout_s=1.3",
     "faults.step_timeout_s=1.5",
     "--set",
     "faults.first_step_timeout_s=20.0",
