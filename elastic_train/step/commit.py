@@ -147,8 +147,8 @@ class Stepper:
         """Tries the step that follows `state`, once. In this order:
 
         1. local gradients; a worker whose own code raised takes part all the same, with zeros and a vote against
-        2. the exchange, on accelerators queued before the gradients are there, and behind it the update, if there is
-           room for its result. An update that branches is queued when the gradients are there: see `queues_update`
+        2. the exchange, on accelerators (and by one member alone) queued before the gradients are there, and behind it
+           the update, if there is room for its result. One that branches is queued when the gradients are there
         3. when gradients and exchange are there, the exit barrier of `live_devices`
         4. after a commit, and only then, the new state counts. If it takes the old one's place, it is computed now
 
@@ -180,10 +180,10 @@ class Stepper:
         """What is done between the two barriers, up to the point at which all control vectors are there."""
         part = self._begin(state, vote, size, failure)
         sent = tried = None
-        if self._local.queues_ahead:
+        if self._queues_ahead:
             try:
                 sent = self._group.exchange(part.sums, part.vote.pack(), part.marks)
-                if self._local.queues_update:
+                if not self._local.update_branches:
                     tried = self._queue(sent[0], size, part)
             except Exception:
                 if self._is_there(part):  # so it is the exchange
@@ -195,6 +195,11 @@ class Stepper:
         self._phase("exchange")
         total, votes = sent or exchange(part.sums, part.vote.pack(), part.marks)
         return tried or self._queue(total, size, part), exchange.wait(votes)
+
+    @property
+    def _queues_ahead(self) -> bool:
+        """Whether the exchange is queued before the gradients are there. With nobody else it waits for nobody."""
+        return self._local.queues_ahead or self._group.plan.num_members == 1
 
     def _begin(self, state: TrainState, vote: Vote, size: int, failure: str) -> _Part:
         """Queues on the device what this member computes by itself. What its code raises meanwhile is voted on."""

@@ -159,7 +159,7 @@ class LocalProgram:
         self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self.scale(1), options=same)
         # Whoever gives a GPU a program that branches waits for all that was given before, since the host decides. It
         # would seem to be waiting for its own gradients, and may in truth be waiting for the others.
-        self.queues_update = self.queues_ahead and self.num_states > 1 and not _has_control_flow(self._update)
+        self.update_branches = _has_control_flow(self._update)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()

@@ -90,6 +90,29 @@ def test_how_many_partial_sums_a_member_may_bring_follows_from_the_settings(monk
         recipe.close()
 
 
+def halved(updates, params):
+    """Halved until they are small: nobody knows beforehand how often."""
+
+    def too_large(updates):
+        return sum(jnp.sum(x**2) for x in jax.tree.leaves(updates)) > 1.0
+
+    return jax.lax.while_loop(too_large, lambda updates: jax.tree.map(lambda x: x / 2, updates), updates)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_an_update_that_branches_is_known(branches):
+    class Chosen(Wide):
+        def optimizer(self):
+            plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+            return optax.chain(plain, optax.stateless(halved)) if branches else plain
+
+    recipe = Recipe(Chosen(et.Config()), jax.local_devices()[0])
+    try:
+        assert recipe.local.update_branches == branches
+    finally:
+        recipe.close()
+
+
 def test_the_learning_rate_told_is_that_of_the_step():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 20, 150)
 

@@ -14,6 +14,7 @@ from elastic_train.membership import watchdog
 from elastic_train.plain import Nobody, fit_alone
 from elastic_train.state import params_sha256
 from elastic_train.step import reduce
+from elastic_train.step.commit import Stepper
 from elastic_train.step.local import LocalProgram
 from tests.unit.test_reading import Reading, ReadingConfig
 
@@ -54,8 +55,7 @@ def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.Monk
 
     On accelerators the exchange is queued ahead of that. On CPUs it may run in the thread that queues it.
     """
-    if ahead:
-        monkeypatch.setattr(LocalProgram, "queues_ahead", property(lambda self: True, lambda self, value: None), False)
+    monkeypatch.setattr(Stepper, "_queues_ahead", ahead)
     exchange, wait = reduce.Exchange.__call__, reduce.Exchange.wait
     listener = Listener()
     queued, checked = [], []
@@ -87,6 +87,30 @@ def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.Monk
     assert listener.phases.count("evaluate") == 4  # one for each batch
 
 
+@pytest.mark.parametrize(("ahead", "branches"), [(False, False), (True, False), (True, True)])
+def test_an_update_is_queued_ahead_unless_it_branches(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool, branches: bool
+) -> None:
+    """Queued behind an exchange, one that branches may hold up who queues it until the others have come."""
+    monkeypatch.setattr(Stepper, "_queues_ahead", ahead)
+    update, listener, phases = LocalProgram.update, Listener(), []
+
+    def noted(self, *args):
+        phases.append(next(name for name in reversed(listener.phases) if name != "compile"))
+        return update(self, *args)
+
+    compiled = LocalProgram._compile
+
+    def compiled_as_branching(self, *args):
+        compiled(self, *args)
+        self.update_branches = branches
+
+    monkeypatch.setattr(LocalProgram, "_compile", compiled_as_branching)
+    monkeypatch.setattr(LocalProgram, "update", noted)
+    fit_alone(Reading(ReadingConfig(steps=4)), listener)
+    assert phases == ["compute" if ahead and not branches else "exchange"] * 4
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_update_that_cannot_be_queued_is_made_after_the_commit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], ahead: bool
@@ -104,8 +128,7 @@ def test_an_update_that_cannot_be_queued_is_made_after_the_commit(
         return update(self, *args)
 
     monkeypatch.setattr(LocalProgram, "update", fails_once)
-    if ahead:
-        monkeypatch.setattr(LocalProgram, "queues_ahead", property(lambda self: True, lambda self, value: None), False)
+    monkeypatch.setattr(Stepper, "_queues_ahead", ahead)
     result = fit_alone(Reading(config))
     assert num_calls == 5 and params_sha256(result.state) == expected
     assert "the update could not be queued: planned: out of memory" in capfd.readouterr().err
@@ -131,8 +154,7 @@ def test_an_update_that_failed_on_the_device_is_told_from_code_that_raises(
         return sums, marks
 
     monkeypatch.setattr(LocalProgram, "shard_sums", of_lost_state)
-    if ahead:
-        monkeypatch.setattr(LocalProgram, "queues_ahead", property(lambda self: True, lambda self, value: None), False)
+    monkeypatch.setattr(Stepper, "_queues_ahead", ahead)
     with pytest.raises(UserCodeError) as caught:
         fit_alone(Reading(ReadingConfig(steps=4, shards=1)))
     assert last_error(str(caught.value)).startswith(
