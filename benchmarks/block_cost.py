@@ -214,12 +214,6 @@ class News:
         return False
 
 
-def jax_block(tree: Any) -> Any:
-    import jax
-
-    return jax.block_until_ready(tree)
-
-
 def ignore(*_: object) -> None:
     pass
 

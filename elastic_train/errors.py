@@ -23,6 +23,10 @@ class NonFiniteError(UserCodeError):
     """A step's gradient or loss is not finite, and the policy's budget is spent."""
 
 
+class StateLostError(ElasticTrainError):
+    """A worker's state is not to be had: what computed it has failed on the device."""
+
+
 class GaveUpError(ElasticTrainError):
     """The restart budget is spent, or the floor was never reached."""
 

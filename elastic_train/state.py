@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elastic_train.digests import add_leaf
+from elastic_train.errors import StateLostError
 
 PyTree = Any
 Device = Any
@@ -106,6 +108,23 @@ def from_bytes(data: jax.Array, like: jax.ShapeDtypeStruct | jax.Array) -> jax.A
     size = held.dtype.itemsize
     shape = held.shape if size == 1 else (*held.shape, size)
     return from_stored(jax.lax.bitcast_convert_type(data.reshape(shape), held.dtype).reshape(held.shape), like)
+
+
+def failure_of(state: TrainState) -> str:
+    """The traceback, if a state is not to be had because what computed it has failed on the device; empty if it is
+    there. Nobody waits for an update: it shows in what is computed from its state, and only then this is asked.
+    """
+    try:
+        try:
+            jax.block_until_ready(state.arrays)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise StateLostError(
+                f"the state after step {state.step} is lost: its update failed on the device: {reason}"
+            ) from error
+    except StateLostError:  # raised, so that it has a traceback of its own
+        return traceback.format_exc()
+    return ""
 
 
 def fingerprint(tree: PyTree) -> jax.Array:

@@ -262,6 +262,15 @@ class Group:
             error = raised
         finally:
             self._in_block.clear()
+        try:
+            return self._conclude(before, outcome, error, step)
+        finally:
+            error = None  # its traceback leads here, and to all that the attempt has computed: both would stay
+
+    def _conclude(
+        self, before: dict[int, int], outcome: list[Any], error: Exception | None, step: int | None
+    ) -> tuple[Agreed, Any]:
+        """What follows from the two barriers and from what the body gave or raised; see `attempt`."""
         votes = [Vote.unpack(row) for row in outcome[1]] if outcome else None
         if error is not None and len(self.view.members) == 1:
             raise error  # nobody else can be the reason

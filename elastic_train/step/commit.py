@@ -17,7 +17,7 @@ from elastic_train.data.batches import Batches
 from elastic_train.data.prefetch import Shard
 from elastic_train.membership.group import Agreed, Commit, Retry, Shrink, Vote
 from elastic_train.membership.live import Group
-from elastic_train.state import TrainState
+from elastic_train.state import TrainState, failure_of
 from elastic_train.step.flat import Sums
 from elastic_train.step.kept import Kept
 from elastic_train.step.local import Inputs, LocalProgram, Marks
@@ -40,10 +40,6 @@ class Shards(Protocol):
     def refine(self, samples: int, shard: int, work: Callable[[Shard], Any]) -> None:
         """Has `read` give what `work` makes of a shard, if that has been read by now."""
         ...
-
-
-class UpdateFailed(Exception):
-    """The update of a step that counts has failed on this worker's device, so that it has no state any more."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class _Part:
       reusable: what the next attempt can use of this one, if members are gone.
       num_computed, num_reused: of its shards; reused are those that the attempt before has left.
       failure: traceback of what its own code has raised, before the step or in it.
-      may_fail: `sums` and `marks` have not been waited for.
+      is_there: whether `sums` and `marks` have come; None until they have been waited for.
     """
 
     state: TrainState
@@ -94,7 +90,7 @@ class _Part:
     num_computed: int = 0
     num_reused: int = 0
     failure: str = ""
-    may_fail: bool = False
+    is_there: bool | None = True
 
 
 class _Tried(NamedTuple):
@@ -105,6 +101,7 @@ class _Tried(NamedTuple):
       means: the step's metrics, float32[] each.
       after: the state after the step; None if it takes the place of the one before, which it may not do yet.
       scale, failure, num_reused: of this member's part.
+      not_queued: why the update could not be queued; empty if it was, or was not tried.
     """
 
     total: Sums
@@ -113,6 +110,7 @@ class _Tried(NamedTuple):
     scale: tuple[jax.Array, ...]
     failure: str
     num_reused: int
+    not_queued: str
 
 
 class Stepper:
@@ -183,10 +181,10 @@ class Stepper:
         if self._queues_ahead:
             try:
                 sent = self._group.exchange(part.sums, part.vote.pack(), part.marks)
-                if not self._local.update_branches:
+                if not self._local.update_waits:
                     tried = self._queue(sent[0], size, part)
             except Exception:
-                if self._is_there(part):  # so it is the exchange
+                if self._is_there(part):  # so it is not for want of gradients
                     raise
         if not self._is_there(part):
             # What is queued has nothing to work with, so it sends nothing: the others wait for zeros instead.
@@ -194,7 +192,12 @@ class Stepper:
         exchange = self._group.exchange  # which may have to be waited for
         self._phase("exchange")
         total, votes = sent or exchange(part.sums, part.vote.pack(), part.marks)
-        return tried or self._queue(total, size, part), exchange.wait(votes)
+        tried = tried or self._queue(total, size, part)
+        if tried.not_queued:
+            # The exchange is under way, and this is no reason not to take part. What is wrong shows later.
+            print(f"elastic_train: the update could not be queued: {tried.not_queued}", file=sys.stderr, flush=True)
+        self._bring_next(state, size)
+        return tried, exchange.wait(votes)
 
     @property
     def _queues_ahead(self) -> bool:
@@ -203,9 +206,14 @@ class Stepper:
 
     def _begin(self, state: TrainState, vote: Vote, size: int, failure: str) -> _Part:
         """Queues on the device what this member computes by itself. What its code raises meanwhile is voted on."""
-        marks = self._local.marks(state, vote.checked)
-        part = _Part(state, vote, marks, time.monotonic())
+        part = _Part(state, vote, self._local.marks(state, checked=False), time.monotonic())
         self._phase("data")
+        marks = None
+        try:
+            marks = part.marks = self._local.marks(state, vote.checked)
+        except Exception as error:
+            self._fail(part, error)
+            return part
         if failure:
             self._oppose(part, failure, marks)
             return part
@@ -231,7 +239,7 @@ class Stepper:
         sums = dict(zip(nodes, part.sums, strict=True))
         part.reusable = {**found, **sums} if keeps_shards else sums
         part.num_computed, part.num_reused = len(missing), len(run) - len(missing)
-        part.may_fail = True
+        part.is_there = None
         return part
 
     def _shard(self, state: TrainState, shard: int, marks: Marks) -> tuple[Sums, Marks]:
@@ -247,9 +255,11 @@ class Stepper:
 
     def _is_there(self, part: _Part) -> bool:
         """Waits for a part. Gives False if that fails; the part is one that opposes the step then."""
-        if not part.may_fail:
-            return True
-        part.may_fail = False
+        if part.is_there is None:
+            part.is_there = self._wait_for(part)
+        return part.is_there
+
+    def _wait_for(self, part: _Part) -> bool:
         # What fails on the device, callbacks into the user's code included, must show here: in the exchange it could
         # not be voted on. And whoever says that it waits for the others has done its part, an endless kernel included.
         self._phase("compute")
@@ -266,7 +276,7 @@ class Stepper:
     def _queue(self, total: Sums, size: int, part: _Part) -> _Tried:
         """Queues on the device, behind the exchange, all that follows from it and can be thrown away, and brings the
         next step's samples there. So the device has something to do while the host finds out what counts."""
-        state = part.state
+        state, not_queued = part.state, ""
         means = self._local.means(total)
         for value in means.values():
             value.copy_to_host_async()
@@ -275,11 +285,14 @@ class Stepper:
             try:
                 after = self._local.update(state, total, size, part.scale)
             except Exception as error:
-                # The exchange is under way, and this is no reason not to take part. What is wrong shows later.
-                print(f"elastic_train: the update could not be queued: {error}", file=sys.stderr, flush=True)
+                not_queued = str(error)
+        self._bring_next(state, size)
+        return _Tried(total, means, after, part.scale, part.failure, part.num_reused, not_queued)
+
+    def _bring_next(self, state: TrainState, size: int) -> None:
+        """Brings what has been read by now of the next step's samples to the device, if it is not there yet."""
         for shard in run_of(self._group.plan.num_shards, self._group.plan.num_members, self._group.rank):
             self._data.refine(state.samples + size, shard, partial(self._place, state.step + 1, shard))
-        return _Tried(total, means, after, part.scale, part.failure, part.num_reused)
 
     def _place(self, step: int, shard: int, samples: Shard | Inputs) -> Inputs:
         if not isinstance(samples, Inputs):
@@ -289,7 +302,7 @@ class Stepper:
     def _fail(self, part: _Part, error: BaseException, marks: Marks | None = None) -> None:
         """Has a part oppose the step because of `error`, which is being handled. `marks`: see `_oppose`."""
         error.add_note(f"in step {part.state.step + 1}")
-        if lost := _failure_of_update(part.state):
+        if lost := failure_of(part.state):
             # Trying again cannot help: this worker leaves, and the next one of its slot is given the state.
             part.vote = replace(part.vote, spent=True)
             self._oppose(part, lost)
@@ -306,23 +319,8 @@ class Stepper:
         part.failure = failure
         part.vote = replace(part.vote, ok=False, checked=part.vote.checked and marks is not None)
         part.sums, part.reusable = [self._local.zeros()], {}
+        part.num_computed = part.num_reused = 0
         part.marks = self._local.marks(part.state, checked=False) if marks is None else marks
-
-
-def _failure_of_update(state: TrainState) -> str:
-    """The traceback, if `state` is not to be had because its update has failed on the device; empty if it is there.
-
-    Nobody waits for an update. So this shows in what is computed from the state, and only then it is asked.
-    """
-    try:
-        try:
-            jax.block_until_ready(state.arrays)
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise UpdateFailed(f"the update of step {state.step} failed on the device: {reason}") from error
-    except UpdateFailed:
-        return traceback.format_exc()
-    return ""
 
 
 def _moved_on(state: TrainState, num_samples: int) -> TrainState:

@@ -11,7 +11,7 @@ import numpy as np
 
 from elastic_train.membership.group import VOTE_SIZE, Agreed, Commit, Vote
 from elastic_train.membership.live import Group
-from elastic_train.state import TrainState
+from elastic_train.state import TrainState, failure_of
 from elastic_train.step.local import LocalProgram
 
 
@@ -51,15 +51,20 @@ class Evaluator:
         def body() -> tuple[np.ndarray, np.ndarray]:
             # Sums travel as the bits of float64 and are added on the host in the order of the batches, so that
             # the result does not depend on who computed what.
-            sums = np.zeros((per_member, len(names), 2), np.float64)
+            sums, lost = np.zeros((per_member, len(names), 2), np.float64), ""
             try:
                 for place, number in enumerate(range(group.rank, self.num_batches, members)):
                     phase("evaluate")
                     sums[place] = self._batch_sums(state, number)
             except (Exception, SystemExit) as error:
                 error.add_note(f"in the evaluation after step {state.step}")
-                raised.append(traceback.format_exc())
-            row = replace(vote, ok=not raised).pack() + sums.view(np.int32).ravel().tolist()
+                lost = failure_of(state)
+                raised.append(lost or traceback.format_exc())
+            # Trying again cannot bring a state back.
+            row = (
+                replace(vote, ok=not raised, spent=vote.spent or bool(lost)).pack()
+                + sums.view(np.int32).ravel().tolist()
+            )
             phase("compile")
             gather = group.gather_of(len(row))
             phase("gather")

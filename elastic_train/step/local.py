@@ -6,6 +6,7 @@ Nothing here crosses workers, so nothing here is compiled again when the members
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from elastic_train.config import Config
     from elastic_train.trainer import Trainer
 
+
+_HOST_HAS_A_SAY = re.compile(
+    r" (while|conditional|infeed|outfeed|send|recv)(-start)?\(" r'|custom_call_target="[^"]*callback'
+)
 
 RATES_AT_ONCE = 64
 """For how many steps the learning rate is computed at a time. A call takes as long for one, and the device waits."""
@@ -100,7 +105,7 @@ class LocalProgram:
         self._compile(example, eval_batch)
         self._log_device = _cheapest_for_scalars(device)
         schedule = trainer.schedule()
-        self._schedule = None if schedule is None else jax.jit(partial(_many_rates, schedule))
+        self._schedule = None if schedule is None else jax.jit(partial(_many_rates, schedule, trainer.config.steps - 1))
         self._rates: tuple[int, np.ndarray] = -1, np.empty(0)
         self.learning_rate(0)
 
@@ -157,9 +162,9 @@ class LocalProgram:
         same = {"xla_gpu_deterministic_ops": True} if self._device.platform == "gpu" else {}
         donated = (0, 1, 2) if self.num_states == 1 else ()
         self._update = self._aot(self._apply, donated, *arrays.values(), sums, *self.scale(1), options=same)
-        # Whoever gives a GPU a program that branches waits for all that was given before, since the host decides. It
-        # would seem to be waiting for its own gradients, and may in truth be waiting for the others.
-        self.update_branches = _has_control_flow(self._update)
+        # Whoever gives a GPU a program in which the host has a say waits for all that was given before. It would seem
+        # to be waiting for its own gradients, and may in truth be waiting for the others.
+        self.update_waits = _waits_for_host(self._update)
         self._fingerprint = self._aot(fingerprint, (), arrays)
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
@@ -403,20 +408,21 @@ def states_with_room(state_bytes: int, sum_bytes: int, num_partials: int, room_b
     return next((number for number in (3, 2) if number * state_bytes + exchange <= room_bytes), 1)
 
 
-def _many_rates(schedule: Any, start: jax.Array) -> jax.Array:
-    """The learning rates of `RATES_AT_ONCE` steps from `start` on, int32[]; traceable. One by one, so that a rate does
-    not depend on which others are computed beside it."""
-    return jax.lax.map(lambda step: jnp.asarray(schedule(step)), start + jnp.arange(RATES_AT_ONCE, dtype=jnp.int32))
+def _many_rates(schedule: Any, last: int, start: jax.Array) -> jax.Array:
+    """The learning rates of `RATES_AT_ONCE` steps from `start` on, int32[], none after `last`; traceable. One by one,
+    so that a rate does not depend on which others are computed beside it."""
+    steps = jnp.minimum(start + jnp.arange(RATES_AT_ONCE, dtype=jnp.int32), last)
+    return jax.lax.map(lambda step: jnp.asarray(schedule(step)), steps)
 
 
 def _means(means: Means) -> dict[str, jax.Array]:
     return {name: mean.value / mean.weight for name, mean in means.items()}
 
 
-def _has_control_flow(program: Any) -> bool:
-    """Whether a compiled program branches or loops."""
+def _waits_for_host(program: Any) -> bool:
+    """Whether a compiled program branches, loops, or exchanges anything with the host; true if that is not known."""
     text = program.as_text()
-    return any(f" {operation}(" in text for operation in ("conditional", "while"))
+    return text is None or _HOST_HAS_A_SAY.search(text) is not None
 
 
 def _as_marks(fingerprint: jax.Array) -> Marks:

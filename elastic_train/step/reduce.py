@@ -115,7 +115,8 @@ class Exchange:
         self._program = meeting.program(self._body, (layout.leaves,) * plan.slots_per_member, vote, marks)
 
     def __call__(self, partials: Sequence[Sums], vote: Sequence[int], marks: jax.Array) -> tuple[Sums, jax.Array]:
-        """The total and int32[members, VOTE_SIZE], neither of which is there yet: see `wait`.
+        """The total and int32[members, VOTE_SIZE], neither of which is there yet: see `wait`. With one member the total
+        are the very arrays that it brought.
 
         Args:
           partials: this member's partial sums, which may not be there yet either.

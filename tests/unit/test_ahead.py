@@ -1,6 +1,8 @@
 """What is made ahead of time is there when it is asked for, and nothing depends on it."""
 
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 
 from elastic_train.config import FaultConfig
 from elastic_train.membership.ahead import Ahead
-from elastic_train.membership.group import Identity, View, likely
+from elastic_train.membership.group import Identity, Shrink, View, likely
 from elastic_train.membership.live import SETTLED_STEPS, Alone, Group
 from elastic_train.plain import Nobody
 from elastic_train.step.flat import Layout
@@ -124,3 +126,42 @@ def test_a_death_and_an_admission_that_were_foreseen_compile_nothing(monkeypatch
     assert group.exchange and group.spread(16) and group.gather and compiled == []
     group.prepare(view.without([third.node]))
     assert group.exchange and len(compiled) == 2, "what was foreseen was for the epoch before"
+
+
+def test_an_attempt_that_fails_keeps_nothing_of_what_it_has_computed():
+    """An error's traceback leads to all that was there when it was raised: on a device it may be a second state."""
+
+    class Large:
+        pass
+
+    me, other = Identity(0, 0, 1), Identity(1, 0, 2)
+    devices = {1: jax.devices()[0], 2: jax.devices()[1]}
+    layout = Layout([jax.ShapeDtypeStruct((1, 64), jnp.float32)])
+
+    class BothThenOne(Alone):
+        incarnations = {1: 0, 2: 0}  # noqa: RUF012
+
+        def run(self, body):
+            try:
+                return body(self.incarnations)
+            finally:
+                self.incarnations = {1: 0}
+
+    block = lambda devices, trace: BothThenOne()  # noqa: E731
+    group = Group(me, devices, layout, lambda members: 8, Nobody(), FaultConfig(), None, block)
+    group.prepare(View(1, (me, other)))
+    group._await_a_death = lambda error: None
+    seen = []
+
+    def body():
+        large = Large()
+        seen.append(weakref.ref(large))
+        raise RuntimeError("planned: its peer is gone")
+
+    gc.disable()
+    try:
+        verdict, _ = group.attempt(body)
+        assert isinstance(verdict, Shrink)
+        assert seen[0]() is None
+    finally:
+        gc.enable()

@@ -99,16 +99,21 @@ def halved(updates, params):
     return jax.lax.while_loop(too_large, lambda updates: jax.tree.map(lambda x: x / 2, updates), updates)
 
 
-@pytest.mark.parametrize("branches", [False, True])
-def test_an_update_that_branches_is_known(branches):
+def told(updates, params):
+    jax.debug.callback(lambda x: None, jax.tree.leaves(updates)[0][0])
+    return updates
+
+
+@pytest.mark.parametrize("further", [None, halved, told])
+def test_an_update_in_which_the_host_has_a_say_is_known(further):
     class Chosen(Wide):
         def optimizer(self):
             plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
-            return optax.chain(plain, optax.stateless(halved)) if branches else plain
+            return optax.chain(plain, optax.stateless(further)) if further else plain
 
     recipe = Recipe(Chosen(et.Config()), jax.local_devices()[0])
     try:
-        assert recipe.local.update_branches == branches
+        assert recipe.local.update_waits == (further is not None)
     finally:
         recipe.close()
 
@@ -123,7 +128,7 @@ def test_the_learning_rate_told_is_that_of_the_step():
         def optimizer(self):
             return optax.adam(schedule)
 
-    recipe = Recipe(Scheduled(et.Config()), jax.local_devices()[0])
+    recipe = Recipe(Scheduled(et.Config(steps=150)), jax.local_devices()[0])
     try:
         expected = [float(jax.jit(schedule)(np.int32(step))) for step in (*range(150), 0)]
         found = [recipe.local.learning_rate(step) for step in (*range(150), 0)]

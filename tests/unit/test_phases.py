@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -87,11 +88,9 @@ def test_who_waits_for_the_others_has_done_its_own_part(monkeypatch: pytest.Monk
     assert listener.phases.count("evaluate") == 4  # one for each batch
 
 
-@pytest.mark.parametrize(("ahead", "branches"), [(False, False), (True, False), (True, True)])
-def test_an_update_is_queued_ahead_unless_it_branches(
-    monkeypatch: pytest.MonkeyPatch, ahead: bool, branches: bool
-) -> None:
-    """Queued behind an exchange, one that branches may hold up who queues it until the others have come."""
+@pytest.mark.parametrize(("ahead", "waits"), [(False, False), (True, False), (True, True)])
+def test_an_update_is_queued_ahead_unless_it_waits(monkeypatch: pytest.MonkeyPatch, ahead: bool, waits: bool) -> None:
+    """Queued behind an exchange, one in which the host has a say may hold up who queues it until others have come."""
     monkeypatch.setattr(Stepper, "_queues_ahead", ahead)
     update, listener, phases = LocalProgram.update, Listener(), []
 
@@ -101,14 +100,14 @@ def test_an_update_is_queued_ahead_unless_it_branches(
 
     compiled = LocalProgram._compile
 
-    def compiled_as_branching(self, *args):
+    def compiled_as_waiting(self, *args):
         compiled(self, *args)
-        self.update_branches = branches
+        self.update_waits = waits
 
-    monkeypatch.setattr(LocalProgram, "_compile", compiled_as_branching)
+    monkeypatch.setattr(LocalProgram, "_compile", compiled_as_waiting)
     monkeypatch.setattr(LocalProgram, "update", noted)
     fit_alone(Reading(ReadingConfig(steps=4)), listener)
-    assert phases == ["compute" if ahead and not branches else "exchange"] * 4
+    assert phases == ["compute" if ahead and not waits else "exchange"] * 4
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -158,7 +157,71 @@ def test_an_update_that_failed_on_the_device_is_told_from_code_that_raises(
     with pytest.raises(UserCodeError) as caught:
         fit_alone(Reading(ReadingConfig(steps=4, shards=1)))
     assert last_error(str(caught.value)).startswith(
-        "elastic_train.step.commit.UpdateFailed: the update of step 2 failed on the device: "
+        "elastic_train.errors.StateLostError: the state after step 2 is lost: its update failed on the device: "
     )
     assert "deleted" in str(caught.value)
     assert losses == [0, 1, 2]  # it is not tried again
+
+
+def test_a_lost_state_that_shows_in_the_evaluation_is_told_from_code_that_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    eval_sums, evaluated = LocalProgram.eval_sums, []
+
+    def of_lost_state(self, state, batch):
+        evaluated.append(state.step)
+        state.params["kernel"].delete()
+        return eval_sums(self, state, batch)
+
+    monkeypatch.setattr(LocalProgram, "eval_sums", of_lost_state)
+    with pytest.raises(UserCodeError) as caught:
+        fit_alone(Reading(ReadingConfig(steps=4, eval_every=2)))
+    assert last_error(str(caught.value)).startswith(
+        "elastic_train.errors.StateLostError: the state after step 2 is lost"
+    )
+    assert evaluated == [2]
+
+
+@pytest.mark.parametrize("where", ["exchange", "means"])
+def test_gradients_that_fail_on_the_device_are_voted_on_wherever_it_shows_first(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What is queued behind them may not be queued at all then. That is no failure of its own."""
+    config = ReadingConfig(steps=4, shards=1)
+    expected = params_sha256(fit_alone(Reading(config)).state)
+    shard_sums, exchange, means = LocalProgram.shard_sums, reduce.Exchange.__call__, LocalProgram.means
+    lost: list[jax.Array] = []
+
+    def fails_once(self, state, *args):
+        sums, marks = shard_sums(self, state, *args)
+        if state.step == 2 and not lost:
+            for leaf in sums:
+                leaf.delete()
+            lost.extend(sums)
+        return sums, marks
+
+    def queued(self, partials, *args):
+        if any(leaf.is_deleted() for leaf in partials[0]) and where != "exchange":
+            return partials[0], partials[0][0]
+        return exchange(self, partials, *args)
+
+    def told(self, total):
+        if any(leaf.is_deleted() for leaf in total):
+            raise RuntimeError("planned: its input has failed")
+        return means(self, total)
+
+    monkeypatch.setattr(LocalProgram, "shard_sums", fails_once)
+    monkeypatch.setattr(reduce.Exchange, "__call__", queued)
+    monkeypatch.setattr(LocalProgram, "means", told)
+    assert params_sha256(fit_alone(Reading(config)).state) == expected
+    assert lost
+
+
+def test_only_who_waits_for_nobody_may_be_held_up_by_an_exchange_that_it_queues() -> None:
+    def queues_ahead(num_members: int, accelerator: bool) -> bool:
+        stepper = Stepper.__new__(Stepper)
+        stepper._group = SimpleNamespace(plan=SimpleNamespace(num_members=num_members))
+        stepper._local = SimpleNamespace(queues_ahead=accelerator)
+        return stepper._queues_ahead
+
+    assert [queues_ahead(n, a) for n in (1, 2) for a in (False, True)] == [True, True, False, True]

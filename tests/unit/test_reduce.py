@@ -90,6 +90,32 @@ def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards,
     np.testing.assert_array_equal(np.asarray(rows), votes)
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        ["float32", "bfloat16", "int32"],  # the smallest part of four bytes an element takes the rows along
+        ["bfloat16", "int8"],  # none can
+    ],
+)
+def test_control_vectors_arrive_whatever_the_sums_are_made_of(dtypes):
+    num_members, sizes = 3, [7, 50, 6]
+    meeting = Meeting(jax.devices()[:num_members], jax.devices()[0])
+    leaves = [jax.ShapeDtypeStruct((1, size), dtype) for size, dtype in zip(sizes, dtypes, strict=False)]
+    exchange = Exchange(meeting, finish(num_members, num_members), Layout(leaves), 10**9)
+    rows = [jnp.arange(num_members * size).reshape(num_members, size) % 40 for size in sizes]
+    held = tuple(
+        jax.device_put(row.astype(leaf.dtype), meeting._split) for row, leaf in zip(rows, leaves, strict=False)
+    )
+    votes = np.array([Vote(step=2**30 + rank).pack() for rank in range(num_members)], np.int32)
+    marks = np.iinfo(np.int32).min + np.arange(4 * num_members, dtype=np.int32).reshape(num_members, 4)
+    total, told = exchange._program((held,), *(jax.device_put(array, meeting._split) for array in (votes, marks)))
+    for found, row, leaf in zip(total, rows, leaves, strict=False):
+        assert found.dtype == leaf.dtype
+        np.testing.assert_array_equal(np.asarray(found[0], np.int32), np.asarray(row.sum(0)))
+    votes[:, 4:8] = marks
+    np.testing.assert_array_equal(np.asarray(told), votes)
+
+
 def test_gather_of_one_member_returns_its_row():
     meeting = Meeting(jax.devices()[:1], jax.devices()[0])
     assert Gather(meeting, 4)([1, -2, 3, 2**31 - 1]).tolist() == [[1, -2, 3, 2**31 - 1]]
