@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from flax import nnx
 from elastic_train.checkpoint.snapshot import leaf_kinds
 from elastic_train.membership.group import MARKS_START, MARKS_STOP
 from elastic_train.state import Device, PyTree, TrainState, fingerprint, leaf_fingerprints
-from elastic_train.step.flat import Layout, Sums, add
+from elastic_train.step.flat import Layout, Packing, Sums, add
 from elastic_train.step.plan import most_partials
 from elastic_train.telemetry.phase_times import PhaseTimes
 
@@ -101,7 +101,8 @@ class LocalProgram:
         numbers = jax.ShapeDtypeStruct((2,), jnp.uint32)
         sums = jax.eval_shape(self._sums, *self.initial.arrays.values(), *example, numbers)
         self._tree = jax.tree.structure(sums)
-        self.layout = self._layout(sums)
+        self._packing = Packing(self._layout(sums))
+        self.layout = self._packing.packed
         self._compile(example, eval_batch)
         self._log_device = _cheapest_for_scalars(device)
         schedule = trainer.schedule()
@@ -169,14 +170,16 @@ class LocalProgram:
         self._as_marks = self._aot(_as_marks, (), jax.ShapeDtypeStruct((2,), jnp.uint32))
         self._no_marks = self._aot(lambda: jnp.zeros(marks.shape, marks.dtype), ())()
         self._zeros = self._aot(lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in sums), ())
-        places = jax.tree.unflatten(self._tree, range(len(sums)))["means"]
+        leaves, structure = jax.tree.flatten(jax.tree.unflatten(self._tree, range(self._tree.num_leaves))["means"])
         # Only what it needs, since each argument takes time.
-        self._of_means, structure = jax.tree.flatten(places)
-        self._means = self._aot(
-            lambda leaves: _means(jax.tree.unflatten(structure, [leaf[0] for leaf in leaves])),
-            (),
-            [sums[i] for i in self._of_means],
-        )
+        self._of_means = sorted({self._packing.places[i][0] for i in leaves})
+
+        def means(arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+            given = dict(zip(self._of_means, arrays, strict=True))
+            found = [self._packing.leaf(i, given[self._packing.places[i][0]])[0] for i in leaves]
+            return _means(jax.tree.unflatten(structure, found))
+
+        self._means = self._aot(means, (), [sums[number] for number in self._of_means])
         self._leaf_fingerprints: Any = None
         self._evaluate = None
         self.eval_names: list[str] = []
@@ -368,14 +371,18 @@ class LocalProgram:
             # Fused with looking at them, LLVM may contract the arithmetic in another way: kept apart, the gradients are
             # bit for bit those of a plain loop. On a GPU the separate copy would cost time and memory.
             sums = jax.lax.optimization_barrier(sums)
+        sums = self._packing.pack(sums)
         bad = ~self.layout.is_finite(sums)
         first, second, num_bad, first_bad = marks[0]
         first_bad = jnp.where(bad & (num_bad == 0), inputs[-1][1].astype(jnp.int32), first_bad)
         return sums, jnp.stack([first, second, num_bad + bad.astype(jnp.int32), first_bad])[None]
 
     def _apply(
-        self, params: PyTree, model_state: PyTree, opt_state: PyTree, leaves: Sums, *scale: jax.Array
+        self, params: PyTree, model_state: PyTree, opt_state: PyTree, sums: Sums, *scale: jax.Array
     ) -> tuple[Any, ...]:
+        leaves = self._packing.unpack(sums)
+        if self._device.platform == "cpu":
+            leaves = jax.lax.optimization_barrier(leaves)  # see `_marked_sums`
         total = jax.tree.unflatten(self._tree, [leaf[0] for leaf in leaves])
         means, share = total["means"], total["share"]
         weight = means["loss"].weight
