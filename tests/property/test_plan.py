@@ -57,6 +57,26 @@ def test_no_number_of_members_gives_one_more_partials(num_shards: int) -> None:
     assert most_partials(num_shards) == max(slots)
 
 
+@pytest.mark.parametrize("num_shards", [*range(33, 68), 96, 127, 128, 129, 170, 255, 256, 257, 341])
+def test_nor_does_any_with_many_shards(num_shards: int) -> None:
+    places = ((members, rank) for members in range(1, num_shards + 1) for rank in range(members))
+    runs = {(run.start, run.stop) for run in (run_of(num_shards, *place) for place in places)}
+    assert most_partials(num_shards) == max(len(partials(*run, num_shards)) for run in runs)
+
+
+def test_most_partials_looks_at_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker asks for it when it starts, with as many shards as there are workers or more."""
+    looked = []
+
+    def counting(start: int, stop: int, num_shards: int) -> tuple[Node, ...]:
+        looked.append(start)
+        return partials(start, stop, num_shards)
+
+    monkeypatch.setattr("elastic_train.step.plan.partials", counting)
+    assert [most_partials(num_shards) for num_shards in (1000, 4096, 10_000)] == [9, 13, 13]
+    assert len(looked) < 2000
+
+
 def test_the_tree_matters() -> None:
     """The test above would be empty if any order gave these bits."""
     leaves = hard_to_add(3, 16)
