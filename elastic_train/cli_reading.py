@@ -179,9 +179,11 @@ def read_run(command: ReadingCommand) -> int:
             print(json.dumps(status) if command.json else format_status(status))
             return 0
         case Report():
-            from elastic_train.telemetry.ended import report
+            from elastic_train.telemetry.ended import report, write_page
 
-            print(report(command.run_dir))
+            text = report(command.run_dir)
+            print(text)  # before the page is written, for which there may be no room
+            write_page(command.run_dir, text)
             return 0
         case Checkpoint(action=action):
             return _checkpoint(action)

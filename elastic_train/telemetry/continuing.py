@@ -62,7 +62,7 @@ class Past:
 def cut_back(run_dir: Path, step: int) -> Past:
     """Makes the files of a run end with `step`, the checkpoint's. Call it while nobody writes them.
 
-    What comes later in metrics.jsonl and ledger.jsonl, and an old summary, is kept in `replaced/`.
+    What comes later in metrics.jsonl and ledger.jsonl, and an old summary with its page, is kept in `replaced/`.
 
     Raises:
       OSError: a file cannot be written.
@@ -71,9 +71,9 @@ def cut_back(run_dir: Path, step: int) -> Past:
     last_step = _repair(run_dir)
     for name in ("metrics", "ledger"):
         _move_lines(run_dir, f"{name}.jsonl", lambda line: line["step"] > step)
-    summary = run_dir / "summary.json"
-    if summary.exists():
-        summary.rename(_free_name(run_dir, "summary.json"))
+    for name in ("summary.json", "report.html"):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(_free_name(run_dir, name))
     return _read_past(run_dir, step, last_step, is_same_part=False)
 
 

@@ -20,10 +20,10 @@ _PAGE = """<!DOCTYPE html>
 
 
 def report(run_dir: Path) -> str:
-    """The summary of the run in `run_dir`, as a person reads it at the end of a run; also written to its report.html.
+    """The summary of the run in `run_dir`, as a person reads it at the end of a run.
 
     Raises:
-      UsageError: there is no run, it has not ended, or the page cannot be written.
+      UsageError: there is no run, it has not ended, or its summary was changed.
     """
     require_run_directory(run_dir)
     if not (summary := read_summary(run_dir)):
@@ -37,13 +37,20 @@ def report(run_dir: Path) -> str:
         )
     try:
         text = format_summary(summary, run_dir)
+        # Of which the summary says that it is above.
+        return f"{summary['traceback'].rstrip()}\n\n{text}" if summary.get("traceback") else text
     except KeyError as error:
         raise UsageError(f"{run_dir / 'summary.json'} lacks {error}; the file was changed") from error
-    if summary.get("traceback"):  # of which the summary says that it is above
-        text = f"{summary['traceback'].rstrip()}\n\n{text}"
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UsageError(
+            f"{run_dir / 'summary.json'} holds a value of another kind than a run writes: {error}; the file was changed"
+        ) from error
+
+
+def write_page(run_dir: Path, text: str) -> None:
+    """Writes what `report` has given to the run's report.html. Raises UsageError if it cannot be written."""
     page = _PAGE.format(title=html.escape(f"Run {run_dir.resolve().name}"), text=html.escape(text))
     try:
         write_atomically(run_dir / "report.html", page, 0o644)
     except OSError as error:
         raise UsageError(f"cannot write {run_dir / 'report.html'}: {error.strerror}") from error
-    return text

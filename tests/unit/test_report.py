@@ -63,6 +63,16 @@ def test_the_run_has_not_ended(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "was broken off, so there is no summary; the command that started it goes on" in refused(capsys, tmp_path)
 
 
+@pytest.mark.parametrize("changed", [{"step_time_s": "fast"}, {"faults": [3]}, {"samples": "many"}, {"metrics": 1}])
+def test_a_summary_with_values_of_another_kind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    summary = finished(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, **changed}))
+    message = refused(capsys, tmp_path)
+    assert "summary.json holds a value of another kind" in message and "the file was changed" in message
+
+
 @pytest.mark.parametrize(("text", "reason"), [("{", "not JSON"), ('{"status": "done"}', "lacks 'step'")])
 def test_a_summary_that_was_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, reason: str) -> None:
     finished(tmp_path)
@@ -71,12 +81,15 @@ def test_a_summary_that_was_changed(capsys: pytest.CaptureFixture[str], tmp_path
     assert "summary.json" in message and reason in message and "the file was changed" in message
 
 
-def test_the_page_cannot_be_written(
+def test_the_page_cannot_be_written_and_the_summary_is_printed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finished(tmp_path)
+    summary = finished(tmp_path)
     monkeypatch.setattr("os.open", refuse)
-    assert f"cannot write {tmp_path / 'report.html'}: Permission denied" in refused(capsys, tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert f"cannot write {tmp_path / 'report.html'}: Permission denied" in said.err
+    assert said.out == format_summary(summary, tmp_path) + "\n"
 
 
 def refuse(*_: object, **__: object) -> int:

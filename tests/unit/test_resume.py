@@ -148,6 +148,7 @@ def test_no_step_is_missing_or_twice_after_a_resume(tmp_path: Path) -> None:
         with (tmp_path / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 9, "ev')  # the writer was killed
     (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "report.html").write_text("of the summary before")
     go_on(tmp_path, 5)
     for name in ("ledger", "metrics"):
         assert [line["step"] for line in read_lines(tmp_path / f"{name}.jsonl")] == list(range(1, 11))
@@ -158,6 +159,8 @@ def test_no_step_is_missing_or_twice_after_a_resume(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps_lost"] == 3 and summary["resumes"] == 1
     assert (tmp_path / "replaced" / "summary-1.json").read_text() == "{}"
+    assert (tmp_path / "replaced" / "report-1.html").read_text() == "of the summary before"
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_steps_that_only_the_checkpoint_knows_are_filled_in(tmp_path: Path) -> None:
