@@ -223,9 +223,11 @@ class CheckpointConfig:
         known = ("auto", "wait", "defer")
         require(self.when_busy in known, "checkpoint.when_busy", self.when_busy, f"use one of {', '.join(known)}")
         require(self.path != "", "checkpoint.path", self.path, "name a directory, or leave it out")
-        known_url = "://" not in (self.path or "") or (self.path or "").startswith("gs://")
+        scheme, is_url, rest = (self.path or "").partition("://")
         fix = "Orbax writes to directories and to gs://BUCKET/…; mount other stores as directories"
-        require(known_url, "checkpoint.path", self.path, fix)
+        require(not is_url or scheme == "gs", "checkpoint.path", self.path, fix)
+        bucket = rest.partition("/")[0]
+        require(not is_url or bucket != "", "checkpoint.path", self.path, "name the bucket: gs://BUCKET/…")
 
 
 @dataclass(frozen=True, kw_only=True)

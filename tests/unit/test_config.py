@@ -255,7 +255,14 @@ def test_override_without_key_or_value(override):
 def test_checkpoints_go_to_no_url_that_orbax_cannot_write_to(path: str) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint.path = .*://.*gs://BUCKET/"):
         resolve(Config, overrides=[f"checkpoint.path={path}"])
-    assert resolve(Config, overrides=["checkpoint.path=gs://b/run"]).checkpoint.path == "gs://b/run"
+    for good in ("gs://b/run", "gs://b"):
+        assert resolve(Config, overrides=[f"checkpoint.path={good}"]).checkpoint.path == good
+
+
+@pytest.mark.parametrize("path", ["gs://", "gs:///run"])
+def test_checkpoints_in_an_object_store_are_in_a_bucket(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"checkpoint.path = '{path}': name the bucket: gs://BUCKET/"):
+        resolve(Config, overrides=[f"checkpoint.path={path}"])
 
 
 def test_a_setting_without_default_must_be_given():
