@@ -51,7 +51,7 @@ class Ls:
 class Verify:
     """Read checkpoints as a whole and compare every file with its digest. Changes nothing.
 
-    Exit codes: 0 all are good; 1 one is damaged; 2 there is none.
+    Exit codes: 0 all are good; 1 one is damaged; 2 there is none, or one cannot be read.
 
     Attributes:
       run_dir: the job's run directory.
@@ -66,7 +66,7 @@ class Verify:
 class Diff:
     """Say which leaves of two checkpoints differ, by their digests.
 
-    Exit codes: 0 none; 1 some; 2 there is no such checkpoint.
+    Exit codes: 0 none; 1 some; 2 there is no such checkpoint, or it cannot be read.
 
     Attributes:
       run_dir: the job's run directory.

@@ -46,15 +46,17 @@ class Keeping:
             self._saves = Saves(self._root, config.checkpoint, run, config.steps, config.faults.save_timeout_s, outside)
 
     def refuse_other(self) -> None:
-        """Raises UsageError if the newest checkpoint is one of another model, or its data were others."""
+        """Raises UsageError if the newest checkpoint is one of another model, its data were others, or it cannot be
+        read."""
         if self._root is None or not self._outside.has_checkpoints:
             return
-        steps = places.saved_steps(self._root)
-        if not steps:
-            return
-        path = places.checkpoint(self._root, steps[-1])
         try:
-            manifest = places.read_manifest(path)
+            with places.refuse_unreadable(self._root):
+                steps = places.saved_steps(self._root)
+                if not steps:
+                    return
+                path = places.checkpoint(self._root, steps[-1])
+                manifest = places.read_manifest(path)
         except ManifestError:
             return  # whoever loads it sees to that
         refuse_others(path, manifest, leaf_kinds(self._recipe.local.initial.arrays))
@@ -82,7 +84,8 @@ class Keeping:
 
         started = time.monotonic()
         self.refuse_other()
-        found = load_newest(self._root, like, self._recipe.device, self._outside.set_aside)
+        with places.refuse_unreadable(self._root):
+            found = load_newest(self._root, like, self._recipe.device, self._outside.set_aside)
         if found is None:
             self._outside.loaded(0, 0, "", time.monotonic() - started)
             return None

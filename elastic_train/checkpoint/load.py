@@ -13,7 +13,7 @@ from elastic_train.checkpoint.choose import set_aside
 from elastic_train.checkpoint.manifest import Manifest, ManifestError, refuse_others
 from elastic_train.checkpoint.places import Path
 from elastic_train.checkpoint.snapshot import leaf_kinds, with_values
-from elastic_train.checkpoint.verify import find_damage
+from elastic_train.checkpoint.verify import of_manifest, prove
 from elastic_train.state import Device, TrainState
 
 
@@ -44,10 +44,10 @@ def load_newest(root: Path, like: TrainState, device: Device, note: Callable[[st
             manifest = places.read_manifest(path)
             refuse_others(path, manifest, leaf_kinds(like.arrays))
             found = store.load(path, manifest)
-        except ManifestError:
-            set_aside(path, find_damage(path)[1], note)
+        except ManifestError as error:
+            set_aside(path, prove(path, [of_manifest(error)]), note)
         except store.DamagedError as error:
-            set_aside(path, find_damage(path)[1] or error.damages, note)
+            set_aside(path, error.damages, note)
         else:
             with jax.default_device(device):
                 # Copies: on the CPU an array may otherwise share NumPy's memory, which would be donated with it.

@@ -39,19 +39,9 @@ def plan(
     has_run = is_run_directory(run_dir)
     root = places.Path(checkpoint_directory(run_dir, config))
     damaged: list[str] = []
-    try:
+    with places.refuse_unreadable(root):
         has_checkpoints = bool(places.saved_steps(root))
         chosen = newest_good(root, damaged.append) if has_run or mode == "must" else None
-    except ImportError as error:
-        fix = "pip install 'elastic-train[gcs]'"
-        raise UsageError(f"{root} needs a package that is missing: {error}. {fix}") from error
-    except Exception as error:
-        if not isinstance(error, OSError) and not places.is_remote(root):
-            raise  # clients of object stores have errors of their own
-        raise UsageError(
-            f"the checkpoints in {root} cannot be read: {type(error).__name__}: {error}. "
-            "Nothing was changed; see to it, and try again"
-        ) from error
     if not has_run and mode != "must":
         if has_checkpoints:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What `elastic-train checkpoint ls`, `verify` and `diff` print."""
+"""What `elastic-train checkpoint ls`, `verify` and `diff` print. All raise UsageError if checkpoints cannot be read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def root_of(run_dir: Path) -> places.Path:
 
 
 def path_of(run_dir: Path, step: int | None) -> places.Path:
-    """The checkpoint of `step`, or the newest one. Raises UsageError if there is none."""
+    """The checkpoint of `step`, or the newest one. Raises UsageError if there is none, or that cannot be known."""
     root = root_of(run_dir)
-    steps = places.saved_steps(root)
+    with places.refuse_unreadable(root):
+        steps = places.saved_steps(root)
     if step is None and steps:
         step = steps[-1]
     if step not in steps or step is None:
@@ -39,6 +40,11 @@ def path_of(run_dir: Path, step: int | None) -> places.Path:
 def listing(run_dir: Path) -> str:
     """A table of all checkpoints, and of what was set aside. Reads the manifests alone."""
     root = root_of(run_dir)
+    with places.refuse_unreadable(root):
+        return _listing(root)
+
+
+def _listing(root: places.Path) -> str:
     rows = [("step", "samples", "saved", "size", "workers", "remark")]
     for step in places.saved_steps(root):
         try:
@@ -60,9 +66,14 @@ def listing(run_dir: Path) -> str:
 def verification(run_dir: Path, step: int | None) -> tuple[bool, str]:
     """Reads one checkpoint, or all, as a whole: whether all are good, and what was found. Changes nothing."""
     root = root_of(run_dir)
-    steps = places.saved_steps(root) if step is None else [int(path_of(run_dir, step).name)]
-    if not steps:
-        raise UsageError(f"{root} holds no checkpoint")
+    with places.refuse_unreadable(root):
+        steps = places.saved_steps(root) if step is None else [int(path_of(run_dir, step).name)]
+        if not steps:
+            raise UsageError(f"{root} holds no checkpoint")
+        return _verification(root, steps)
+
+
+def _verification(root: places.Path, steps: list[int]) -> tuple[bool, str]:
     lines, are_good = [], True
     for number in steps:
         manifest, damages = find_damage(places.checkpoint(root, number))
@@ -81,7 +92,10 @@ def comparison(run_dir: Path, one: int | None, other: int | None, other_dir: Pat
     """Compares two checkpoints by their manifests: whether all leaves have the same digests, and what differs."""
     paths = path_of(run_dir, one), path_of(other_dir or run_dir, other)
     try:
-        first, second = (places.read_manifest(path) for path in paths)
+        with places.refuse_unreadable(paths[0].parent):
+            first = places.read_manifest(paths[0])
+        with places.refuse_unreadable(paths[1].parent):
+            second = places.read_manifest(paths[1])
     except ManifestError as error:
         raise UsageError(f"a manifest of {paths[0]} or {paths[1]} is damaged: {error}") from error
     lines = [f"{paths[0]}: step {first.step}", f"{paths[1]}: step {second.step}"]

@@ -23,7 +23,7 @@ from elastic_train.checkpoint import manifest, places
 from elastic_train.checkpoint.manifest import Leaf, Manifest, Position, Run
 from elastic_train.checkpoint.places import Path
 from elastic_train.checkpoint.snapshot import PARTS, NamedArray
-from elastic_train.checkpoint.verify import Damage, describe, files_of
+from elastic_train.checkpoint.verify import Damage, describe, files_of, prove
 from elastic_train.digests import sha256_of_leaf
 
 _CHUNK = 1 << 22
@@ -31,6 +31,8 @@ _FILE_BYTES = 32 << 20
 """Larger leaves are spread over files of about this size, so that threads share their writing, reading and digests."""
 
 _NUM_THREADS = 8
+
+_MAX_TOLD = 5
 
 
 @contextlib.contextmanager
@@ -53,7 +55,8 @@ class DamagedError(Exception):
     """A checkpoint cannot be what was written. `damages` says why."""
 
     def __init__(self, damages: list[Damage]) -> None:
-        super().__init__("; ".join(map(str, damages)))
+        more = f"; and {len(damages) - _MAX_TOLD} more" if len(damages) > _MAX_TOLD else ""
+        super().__init__("; ".join(map(str, damages[:_MAX_TOLD])) + more)
         self.damages = damages
 
 
@@ -67,7 +70,9 @@ def save(root: Path, leaves: Sequence[NamedArray], position: Position, run: Run)
       OSError, and what Orbax raises: it could not be written. What was written of it is gone, if that was possible.
     """
     final = places.checkpoint(root, position.step)
-    if final.exists():
+    with places.access(final):
+        is_there = final.exists()
+    if is_there:
         try:
             return places.read_manifest(final)
         except manifest.ManifestError:
@@ -107,8 +112,16 @@ def load(path: Path, told: Manifest, parts: Sequence[str] = PARTS) -> dict[str, 
       parts: which of `PARTS` to read.
 
     Raises:
-      DamagedError: a leaf is not what was written.
+      DamagedError: the checkpoint is not what was written.
+      OSError: it cannot be read, and may be good.
     """
+    try:
+        return _load(path, told, parts)
+    except DamagedError as error:
+        raise DamagedError(prove(path, error.damages)) from error
+
+
+def _load(path: Path, told: Manifest, parts: Sequence[str]) -> dict[str, np.ndarray]:
     wanted = {name: leaf for name, leaf in told.leaves.items() if name.partition("/")[0] in parts}
     found: dict[str, np.ndarray] = {}
     for part in parts:
@@ -141,15 +154,17 @@ def warm_up() -> None:
 
 
 def clean(root: Path) -> None:
-    """Removes what saves and deletions that were broken off have left."""
+    """Removes what saves and deletions that were broken off have left. Raises OSError."""
     for path in places.left_overs(root):
-        path.rmtree()
+        with places.access(path):
+            path.rmtree()
 
 
 def _remove_unfinished(root: Path, staging: Path) -> None:
-    for path in (staging, *root.glob(f"{staging.name}.orbax-checkpoint-tmp*")):
-        if path.exists():
-            path.rmtree()
+    with places.access(root):
+        for path in (staging, *root.glob(f"{staging.name}.orbax-checkpoint-tmp*")):
+            if path.exists():
+                path.rmtree()
 
 
 def _describe(leaf: NamedArray) -> Leaf:
@@ -220,7 +235,7 @@ def _read_part(path: Path, part: str, stored: Mapping[str, Leaf]) -> dict[str, n
             tree = checkpointer.restore(path / part)
     except Exception as error:
         if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError):
-            raise  # that says nothing about what was written
+            raise  # that says nothing about what was written; errors of other kinds may not either, see `prove`
         cause: BaseException = error
         while cause.__cause__ is not None:  # Orbax hides what happened behind what it did about it
             cause = cause.__cause__

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from elastic_train.checkpoint import manifest
+from elastic_train.checkpoint import manifest, places
 from elastic_train.checkpoint.manifest import File, Manifest, ManifestError
-from elastic_train.checkpoint.places import Path, read_manifest
+from elastic_train.checkpoint.places import Path
 
 _CHUNK_BYTES = 4 << 20
 _NUM_THREADS = 8
@@ -34,12 +34,32 @@ def find_damage(path: Path) -> tuple[Manifest | None, list[Damage]]:
     Raises OSError if a file is there and cannot be read: that says nothing about its content.
     """
     try:
-        told = read_manifest(path)
+        told = places.read_manifest(path)
     except ManifestError as error:
-        return None, [Damage(manifest.NAME, "", "a whole manifest", str(error))]
+        return None, [of_manifest(error)]
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         found = pool.map(lambda item: _compare(path, *item), told.files.items())
         return told, [damage for damage in found if damage is not None]
+
+
+def of_manifest(error: ManifestError) -> Damage:
+    """What is wrong with a manifest that could not be read."""
+    return Damage(manifest.NAME, "", "a whole manifest", str(error))
+
+
+def prove(path: Path, signs: list[Damage]) -> list[Damage]:
+    """What is wrong with the checkpoint at `path`, in which somebody has found `signs` of damage: its files that are
+    not as they were written, or else `signs`.
+
+    Raises:
+      OSError: a file cannot be read. Also if in an object store all files are good: then the signs are those of a
+        store that did not answer for a while, which raises what damage raises.
+    """
+    if damages := find_damage(path)[1]:
+        return damages
+    if places.is_remote(path):
+        raise places.PlaceError(f"{path} was read with errors, but all its files are as they were written: {signs[0]}")
+    return signs
 
 
 def _compare(path: Path, name: str, told: File) -> Damage | None:
@@ -54,9 +74,9 @@ def _compare(path: Path, name: str, told: File) -> Damage | None:
 
 
 def describe(path: Path, leaf: str = "") -> File:
-    """Size and digest of a file."""
+    """Size and digest of a file. Raises OSError."""
     digest, num_bytes = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with places.access(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             num_bytes += len(chunk)

@@ -29,7 +29,7 @@ def load_params(run_dir: str | os.PathLike[str], step: int | None = None) -> dic
       step: of which checkpoint; by default the newest.
 
     Raises:
-      UsageError: there is no such checkpoint, or it is damaged.
+      UsageError: there is no such checkpoint, it is damaged, or it cannot be read.
 
     Example:
       >>> params = et.load_params("runs/digits")  # doctest: +SKIP
@@ -49,7 +49,7 @@ def load_model(run_dir: str | os.PathLike[str], model: ModelType, step: int | No
       step: of which checkpoint; by default the newest.
 
     Raises:
-      UsageError: there is no such checkpoint, it is damaged, or it is one of another model.
+      UsageError: there is no such checkpoint, it is damaged or cannot be read, or it is one of another model.
 
     Example:
       >>> model = et.load_model("runs/digits", MLP(64, 128, 10, rngs=nnx.Rngs(0)))  # doctest: +SKIP
@@ -106,8 +106,9 @@ def _read(
 ) -> tuple[Manifest, dict[str, np.ndarray]]:
     path = path_of(Path(run_dir), step)
     try:
-        manifest = places.read_manifest(path)
-        return manifest, store.load(path, manifest, parts)
+        with places.refuse_unreadable(path.parent):
+            manifest = places.read_manifest(path)
+            return manifest, store.load(path, manifest, parts)
     except (ManifestError, store.DamagedError) as error:
         raise UsageError(
             f"the checkpoint {path} is damaged: {error}. `elastic-train checkpoint ls` shows the others"

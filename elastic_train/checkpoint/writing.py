@@ -119,7 +119,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what libraries print is no answer
         memory = mmap.mmap(int(sys.argv[2]), max(1, int(sys.argv[3])), prot=mmap.PROT_READ)
-        from elastic_train.checkpoint import store
+        from elastic_train.checkpoint import places, store
 
         store.warm_up()
         os.nice(NICENESS)  # not before: the first saves wait for the imports
@@ -131,7 +131,7 @@ def main() -> None:
             except store.NotFinite as error:
                 answer = {"error": f"the state is not finite: {error}", "not_finite": True}
             except Exception as error:
-                answer = {"error": f"{type(error).__name__}: {error}", "not_finite": False}
+                answer = {"error": places.in_words(error), "not_finite": False}
             answers.write(json.dumps(answer).encode() + b"\n")
             answers.flush()
 

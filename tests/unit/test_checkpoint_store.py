@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import ml_dtypes
@@ -11,12 +14,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from elastic_train.checkpoint import places, store
+from elastic_train.checkpoint import places, store, writing
 from elastic_train.checkpoint.choose import newest_good
+from elastic_train.checkpoint.keeping import Keeping
 from elastic_train.checkpoint.load import load_newest
 from elastic_train.checkpoint.manifest import Position, Run
 from elastic_train.checkpoint.snapshot import NamedArray, Snapshot, arrays, leaf_kinds
 from elastic_train.checkpoint.verify import find_damage
+from elastic_train.config import CheckpointConfig, Config
 from elastic_train.errors import UsageError
 from elastic_train.state import TrainState, state_sha256
 
@@ -250,3 +255,138 @@ def test_where_nothing_can_be_renamed_the_manifest_makes_a_checkpoint(tmp_path: 
     assert chosen is not None and chosen.manifest.step == 2
     places.delete(root, 1)
     assert places.saved_steps(root) == [2]
+
+
+# Where clients have errors of their own ----------------------------------------------------------------------
+
+
+class StoreError(Exception):
+    """As clients of object stores raise them: no OSError."""
+
+
+def away(*_: object, **__: object) -> None:
+    raise StoreError("503, try again")
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> places.Path:
+    """A place that is taken for one in an object store."""
+    monkeypatch.setattr(places, "is_remote", lambda path: True)
+    return places.Path(tmp_path)
+
+
+def save_state(root: places.Path, step: int) -> TrainState:
+    saved = state(step)
+    snapshot = Snapshot(saved.arrays)
+    snapshot.copy(saved.arrays)
+    store.save(root, arrays(snapshot._memory, snapshot.layout), position(step), RUN)
+    return saved
+
+
+@pytest.mark.parametrize("error", [kind("no answer") for kind in (StoreError, ValueError, OSError)])
+def test_a_store_that_is_away_sets_no_good_checkpoint_aside(
+    remote: places.Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    for step in (4, 5):
+        save_state(remote, step)
+    restore = store.ocp.Checkpointer.restore
+
+    def failing(self: object, path: Path, *more: object) -> object:
+        if Path(path).parent.name == "5":
+            raise error
+        return restore(self, path, *more)
+
+    monkeypatch.setattr(store.ocp.Checkpointer, "restore", failing)
+    with pytest.raises(OSError, match="no answer"):
+        load_newest(remote, state(0), jax.local_devices()[0], pytest.fail)
+    assert places.saved_steps(remote) == [4, 5]
+
+    if isinstance(error, OSError):
+        return
+    file = next(path for path in (Path(remote) / "5").rglob("*") if path.is_file() and path.name != "manifest.json")
+    file.write_bytes(file.read_bytes() + b"more")
+    notes: list[str] = []
+    loaded = load_newest(remote, state(0), jax.local_devices()[0], notes.append)
+    assert loaded is not None and loaded.state.step == 4
+    assert "checkpoint 5 is damaged" in notes[0] and file.name in notes[0]
+
+
+def test_a_store_that_is_away_while_digests_are_compared(remote: places.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(Path(remote), 1)
+    monkeypatch.setattr(type(remote), "open", away)
+    with pytest.raises(OSError, match="StoreError: 503, try again"):
+        newest_good(remote, pytest.fail)
+    assert places.saved_steps(remote) == [1]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
+    remote: places.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(Path(remote), 1)
+    (Path(remote) / "1.deleted-ab").mkdir()  # in the way of `clean`
+    saved = state(2)
+    snapshot = Snapshot(saved.arrays)
+    snapshot.copy(saved.arrays)
+
+    def save_next(step: int) -> dict[str, object]:
+        config = CheckpointConfig(keep=1)
+        request = writing.request_for(str(remote), config, snapshot.layout, position(step), RUN)
+        return writing._answer(request, snapshot._memory, set())
+
+    rmtree = type(remote).rmtree
+    monkeypatch.setattr(type(remote), "rmtree", away)
+    answer = save_next(2)
+    assert answer["deleted"] == [] and answer["trouble"] == (
+        "an old checkpoint could not be deleted: StoreError: 503, try again"
+    )
+    assert find_damage(remote / "2")[1] == []
+    monkeypatch.setattr(type(remote), "rmtree", rmtree)
+    answer = save_next(3)  # the manifest of the first is gone, the rest of it was left
+    assert (answer["deleted"], answer["trouble"]) == ([1, 2], "")
+    assert [path.name for path in Path(remote).iterdir()] == ["3"]
+
+
+def test_what_cannot_be_removed_of_a_failed_save_hides_no_error(
+    remote: places.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_write_manifest", full)
+    monkeypatch.setattr(type(remote), "rmtree", away)
+    with pytest.raises(OSError, match="No space left"):
+        save(Path(remote), 1)
+
+
+def test_a_mistake_of_ours_is_none_of_the_place(tmp_path: Path) -> None:
+    with pytest.raises(StoreError), places.access(places.Path(tmp_path)):
+        away()
+    with pytest.raises(places.PlaceError, match="StoreError: 503"), places.access(places.Path("gs://bucket/run")):
+        away()
+
+
+def test_a_save_without_the_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(places.ClientMissing, match=r"gs://nowhere/run/1 needs a package.*elastic-train\[gcs\]"):
+        store.save(places.Path("gs://nowhere/run"), leaves(), position(1), RUN)
+
+
+@pytest.mark.parametrize("where", ["read_bytes", "restore"])
+def test_a_member_that_cannot_read_the_newest_says_so_in_a_line(
+    remote: places.Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    save_state(remote, 5)
+    like = state(0)
+    recipe = SimpleNamespace(
+        trainer=None,
+        config=Config(),
+        device=jax.local_devices()[0],
+        local=SimpleNamespace(initial=like),
+        batches=SimpleNamespace(sampler=SimpleNamespace(num_samples=100)),
+    )
+    outside: Any = SimpleNamespace(has_checkpoints=True, set_aside=pytest.fail)
+    keeping = Keeping(cast(Any, recipe), cast(Any, None), outside, str(remote))
+    monkeypatch.setattr(type(remote) if where == "read_bytes" else store.ocp.Checkpointer, where, away)
+    with pytest.raises(UsageError, match=rf"the checkpoints in {remote} cannot be read: .*StoreError: 503, try again"):
+        keeping.load(like)
+    assert places.saved_steps(remote) == [5]

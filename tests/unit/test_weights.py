@@ -16,6 +16,7 @@ from elastic_train.checkpoint import places, show, store
 from elastic_train.checkpoint.manifest import Position, Run
 from elastic_train.checkpoint.snapshot import NamedArray, named_leaves
 from elastic_train.checkpoint.weights import export_safetensors
+from elastic_train.cli import main
 from elastic_train.errors import UsageError
 
 
@@ -100,6 +101,37 @@ def test_listing_verifying_and_comparing(saved: tuple[Path, Net]) -> None:
     assert not are_good and "5: good" in text and "7: DAMAGED" in text and "params/_METADATA" in text
     (run_dir / "checkpoints" / "5").rename(run_dir / "checkpoints" / "5.damaged-1")
     assert "set aside:" in show.listing(run_dir)
+
+
+def test_checkpoints_that_cannot_be_read_are_told_in_a_line(
+    saved: tuple[Path, Net], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, _ = saved
+
+    def away(*_: object) -> None:
+        raise RuntimeError("503, try again")  # clients of object stores have errors of all kinds
+
+    def no_answer(command: str, *more: str) -> str:
+        assert main(["checkpoint", command, str(run_dir), *more]) == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(places, "is_remote", lambda path: True)
+    monkeypatch.setattr(places.Path, "read_bytes", away)
+    out = ("--out", str(run_dir / "w.safetensors"))
+    for command, more in (("ls", ()), ("verify", ()), ("verify", ("--step", "5")), ("diff", ()), ("export", out)):
+        text = f"elastic-train: the checkpoints in {run_dir}/checkpoints cannot be read: RuntimeError: 503, try again."
+        assert no_answer(command, *more).startswith(text), command
+    with pytest.raises(UsageError, match="cannot be read"):
+        et.load_params(run_dir)
+
+    (run_dir / "config.toml").write_text('[checkpoint]\npath = "gs://nowhere/run"\n')
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for command, more in (("ls", ()), ("verify", ()), ("diff", ()), ("export", out)):
+        missing = no_answer(command, *more)
+        assert missing.startswith("elastic-train: gs://nowhere/run needs a package"), command
+        assert missing.endswith("pip install 'elastic-train[gcs]'\n")
+    with pytest.raises(UsageError, match="needs a package"):
+        et.load_model(run_dir, Net(4, nnx.Rngs(2)))
 
 
 def test_the_command_line_knows_neither_jax_nor_orbax_to_list(saved: tuple[Path, Net]) -> None:
