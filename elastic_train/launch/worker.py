@@ -62,9 +62,12 @@ def main() -> NoReturn:
     link.on_leave = lambda reason: settings.leave_requested.set()
     try:
         training, code = _prepare(link, settings, loaded, times)
-    except (Exception, SystemExit, KeyboardInterrupt):  # SIGINT is ignored here: all of it is user code
-        print(traceback.format_exc(), file=sys.stderr, flush=True)
-        link.failed(step=0, fatal=True, startup=True, traceback=traceback.format_exc())
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # SIGINT is ignored here: all of it is user code
+        text = traceback.format_exc()
+        if isinstance(error, ElasticTrainError):  # says all there is to say; no line of code is wrong
+            text = "".join(traceback.format_exception_only(error))
+        print(text, file=sys.stderr, flush=True)
+        link.failed(step=0, fatal=True, startup=True, traceback=text)
         link.close()
         _leave(EXIT_USER_CODE, "could not start")
     from elastic_train.member import run_member

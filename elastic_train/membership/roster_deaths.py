@@ -110,6 +110,8 @@ def failed(turn: Turn, event: Failed) -> None:
     about = {"step": event.step, "fatal": event.fatal, "startup": event.startup, "traceback": event.traceback}
     last = ", for the last time that faults.max_step_failures allows" if event.fatal and not event.startup else ""
     show = f"{title(event.identity)}: user code raised {where}{last}:\n{text}"
+    if event.startup and not event.traceback.startswith("Traceback "):
+        show = f"{title(event.identity)} cannot start: {text}"
     turn.note("user_code_failed", show, **event.identity._asdict(), **about)
     if event.fatal and not event.startup:
         _failed_for_good(turn, number, event.step)

@@ -464,6 +464,14 @@ def test_a_bug_at_start_up_ends_the_job_once_every_slot_has_met_it() -> None:
     assert "The first error, on slot 1: Traceback of 1" in end.message and end.traceback == "Traceback of 1"
 
 
+def test_an_error_of_ours_at_start_up_is_not_taken_for_one_of_the_users_code() -> None:
+    text = "elastic_train.errors.UsageError: no room"
+    roster, actions = play(started(), failure(B, text=text))
+    assert notes(actions)["user_code_failed"].show == f"worker 1 (incarnation 0) cannot start: {text}"
+    _, actions = play(roster, failure(C, text=text))
+    assert notes(actions)["user_code_failed"].show == f"worker 2 (incarnation 0) cannot start: as on slot 1: {text}"
+
+
 def test_a_worker_whose_code_raised_at_start_up_is_not_started_again_at_once():
     _, actions = play(started(), failure(B), Exited(B, 13, ""))
     assert SetTimer("restart/1", 5.0) in actions
