@@ -159,6 +159,9 @@ def disarm(mechanism: str) -> None:
             live.judge = lambda view, *more: (
                 Shrink(view.without(()), ()) if isinstance(verdict := judge(view, *more), Fenced) else verdict
             )
+        case "gcsfs":  # the client of an object store; the command, which imports this file to check it, has it
+            if "ELASTIC_TRAIN_SLOT" in os.environ:
+                sys.modules["gcsfs"] = None
         case _:
             raise ValueError(mechanism)
 
