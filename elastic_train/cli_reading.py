@@ -70,7 +70,7 @@ class Diff:
 
     Attributes:
       run_dir: the job's run directory.
-      step: the first checkpoint; by default the newest.
+      step: the first checkpoint; by default the newest, or the one before it if no other option is given.
       other_dir: where the second one is; by default in the same run.
       other_step: the second checkpoint; by default the newest.
     """

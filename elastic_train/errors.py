@@ -58,6 +58,16 @@ EXIT_CARRIED = 78
 """The worker lost the coordinator, and has left its state with the agent."""
 
 
+def as_utf8(text: str) -> str:
+    """`text` as UTF-8 can hold it. Python makes lone surrogates of what is no UTF-8, such as names of files, and none
+    of them can be sent or written.
+
+    >>> as_utf8("no file a\udcff")
+    'no file a\\\\udcff'
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def last_error(traceback: str) -> str:
     """The line of a traceback that names the exception; of chained ones, the last.
 

@@ -26,6 +26,7 @@ from elastic_train.errors import (
     NonFiniteError,
     UsageError,
     UserCodeError,
+    as_utf8,
     last_error,
 )
 from elastic_train.launch.environment import DETERMINISTIC_XLA_FLAGS, with_flags
@@ -303,4 +304,5 @@ def _summarized(trainer: Trainer, outside: _Process, run_dir: Path, checkpoints:
 
 
 def _failure(trace: str) -> dict[str, str]:
+    trace = as_utf8(trace)
     return {"message": f"the recipe's own code failed: {last_error(trace)}", "traceback": trace}

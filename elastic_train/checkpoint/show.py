@@ -90,6 +90,8 @@ def _verification(root: places.Path, steps: list[int]) -> tuple[bool, str]:
 
 def comparison(run_dir: Path, one: int | None, other: int | None, other_dir: Path | None) -> tuple[bool, str]:
     """Compares two checkpoints by their manifests: whether all leaves have the same digests, and what differs."""
+    if (one, other, other_dir) == (None, None, None):
+        one = _before_the_newest(run_dir)
     paths = path_of(run_dir, one), path_of(other_dir or run_dir, other)
     try:
         with places.refuse_unreadable(paths[0].parent):
@@ -108,6 +110,15 @@ def comparison(run_dir: Path, one: int | None, other: int | None, other_dir: Pat
     settings = differences(first.run.config, second.run.config)
     lines += ["settings:", *(f"  {difference}" for difference in settings)] if settings else []
     return not changed, "\n".join(lines)
+
+
+def _before_the_newest(run_dir: Path) -> int:
+    root = root_of(run_dir)
+    with places.refuse_unreadable(root):
+        steps = places.saved_steps(root)
+    if len(steps) < 2:
+        raise UsageError(f"{root} holds fewer than two checkpoints; name those of another run with --other-dir")
+    return steps[-2]
 
 
 def _other_leaves(first: Manifest, second: Manifest) -> list[str]:

@@ -15,7 +15,7 @@ import grpc
 
 from elastic_train.config import REPORT_INTERVAL_S
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ElasticTrainError, as_utf8
 from elastic_train.membership.group import Identity, View
 from elastic_train.telemetry.phase_times import PhaseTimes
 
@@ -231,7 +231,7 @@ class Link:
 
     def set_aside(self, text: str) -> None:
         """A checkpoint was found damaged."""
-        self._send(control_pb2.FromWorker(set_aside=control_pb2.SetAside(text=text)))
+        self._send(control_pb2.FromWorker(set_aside=control_pb2.SetAside(text=as_utf8(text))))
 
     @property
     def save_requested(self) -> int:
@@ -252,7 +252,7 @@ class Link:
 
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
         """User code raised. `fatal`: this worker leaves because of it."""
-        failed = control_pb2.Failed(step=step, fatal=fatal, startup=startup, traceback=traceback)
+        failed = control_pb2.Failed(step=step, fatal=fatal, startup=startup, traceback=as_utf8(traceback))
         self._send(control_pb2.FromWorker(failed=failed))
 
     def finished(
@@ -274,7 +274,7 @@ class Link:
             params_sha256=params_sha256,
             state_sha256=state_sha256,
             result=json.dumps(result),
-            message=message,
+            message=as_utf8(message),
         )
         self._send(control_pb2.FromWorker(finished=finished))
 

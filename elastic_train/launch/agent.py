@@ -22,6 +22,7 @@ import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.security import PLAIN, Tls, open_channel
+from elastic_train.errors import as_utf8
 from elastic_train.launch import carried
 from elastic_train.launch.environment import (
     CHANNEL_VARIABLE,
@@ -388,7 +389,7 @@ class Agent:
         exited = control_pb2.Exited(
             identity=wire.identity_message(identity),
             exit_code=end.exit_code,
-            traceback=end.traceback,
+            traceback=as_utf8(end.traceback),
             time=end.ended,
             stuck_at=end.stuck_at,
         )

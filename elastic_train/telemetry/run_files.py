@@ -24,7 +24,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object that is the whole of a file. Raises OSError, and UsageError if it holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: not JSON: {error}; the file was changed") from error
     if not isinstance(found, dict):
         raise UsageError(f"cannot read {path}: no JSON object; the file was changed")
@@ -37,11 +37,13 @@ def read_secret(run_dir: Path) -> str:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The content of summary.json; empty while the job runs. Raises UsageError if it is no JSON."""
+    """The content of summary.json; empty while the job runs. Raises UsageError if it cannot be read, or is no JSON."""
     try:
         return read_object(run_dir / "summary.json")
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise UsageError(f"cannot read {run_dir / 'summary.json'}: {error.strerror}") from error
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

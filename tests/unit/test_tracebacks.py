@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.errors import as_utf8
 from elastic_train.launch.tracebacks import first_traceback, first_traceback_in
 
 
@@ -64,3 +65,7 @@ def test_log_with_other_bytes(tmp_path: Path) -> None:
     log = tmp_path / "0-0.log"
     log.write_bytes(b"\xff\xfe\nTraceback (most recent call last):\n  File\nValueError: \xff\n")
     assert first_traceback(log).startswith("Traceback")
+
+
+def test_text_that_utf8_cannot_hold_can_be_sent_and_written() -> None:
+    assert as_utf8("no file a\udcff, ä") == "no file a\\udcff, ä"

@@ -96,11 +96,14 @@ def test_listing_verifying_and_comparing(saved: tuple[Path, Net]) -> None:
     assert show.verification(run_dir, None)[0] and show.verification(run_dir, 5)[0]
     is_same, text = show.comparison(run_dir, 5, 7, None)
     assert is_same and "leaves: 9 of 9 are equal" in text
+    assert show.comparison(run_dir, None, None, None) == (is_same, text)  # the last two
     (run_dir / "checkpoints" / "7" / "params" / "_METADATA").write_text("{}")
     are_good, text = show.verification(run_dir, None)
     assert not are_good and "5: good" in text and "7: DAMAGED" in text and "params/_METADATA" in text
     (run_dir / "checkpoints" / "5").rename(run_dir / "checkpoints" / "5.damaged-1")
     assert "set aside:" in show.listing(run_dir)
+    with pytest.raises(UsageError, match="fewer than two checkpoints"):
+        show.comparison(run_dir, None, None, None)
 
 
 def test_checkpoints_that_cannot_be_read_are_told_in_a_line(

@@ -90,7 +90,7 @@ def strike(where: str) -> str:
         if fault["what"] in ("nan", "flip", "endless", "callback"):
             return fault["what"]
         if fault["what"] == "other":
-            raise LookupError(f"planned other failure on slot {SLOT}")
+            raise LookupError(f"planned other failure on slot {SLOT}, with no UTF-8: \udcff")
         raise RuntimeError(f"planned failure in {where} at step {committed} on slot {SLOT}")
     return ""
 
