@@ -61,9 +61,6 @@ EXIT_CARRIED = 78
 def as_utf8(text: str) -> str:
     """`text` as UTF-8 can hold it. Python makes lone surrogates of what is no UTF-8, such as names of files, and none
     of them can be sent or written.
-
-    >>> as_utf8("no file a\udcff")
-    'no file a\\\\udcff'
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
