@@ -183,6 +183,7 @@ class Stepper:
                 sent = self._group.exchange(part.sums, part.vote.pack(), part.marks)
                 if not self._local.update_waits:
                     tried = self._queue(sent[0], size, part)
+                    self._bring_next(state, size)
             except Exception:
                 if self._is_there(part):  # so it is not for want of gradients
                     raise
@@ -274,8 +275,8 @@ class Stepper:
         return True
 
     def _queue(self, total: Sums, size: int, part: _Part) -> _Tried:
-        """Queues on the device, behind the exchange, all that follows from it and can be thrown away, and brings the
-        next step's samples there. So the device has something to do while the host finds out what counts."""
+        """Queues on the device, behind the exchange, all that follows from it and can be thrown away. So the device has
+        something to do while the host finds out what counts."""
         state, not_queued = part.state, ""
         means = self._local.means(total)
         for value in means.values():
@@ -286,7 +287,6 @@ class Stepper:
                 after = self._local.update(state, total, size, part.scale)
             except Exception as error:
                 not_queued = str(error)
-        self._bring_next(state, size)
         return _Tried(total, means, after, part.scale, part.failure, part.num_reused, not_queued)
 
     def _bring_next(self, state: TrainState, size: int) -> None:
