@@ -9,6 +9,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     """The GPUs a worker may be given, each as a value for `CUDA_VISIBLE_DEVICES`.
 
     An existing `CUDA_VISIBLE_DEVICES` restricts and orders them, read as CUDA reads it: an entry that names
-    no GPU of this machine, such as -1, ends the list.
+    no GPU of this machine, such as -1, ends the list. Other than there, a GPU may be named several times: as many
+    workers share it.
     """
     present = [str(number) for number in range(_count_gpus())]
     if "CUDA_VISIBLE_DEVICES" not in environ:
@@ -64,7 +66,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def assign_devices(platform: str, slots: Sequence[int], environ: Mapping[str, str]) -> dict[int, str | None]:
-    """The device of each of this host's slots: one GPU each, or None on CPU.
+    """The device of each of this host's slots: one GPU each, or a share of one, or None on CPU.
 
     Raises:
       UsageError: there are more slots than GPUs.
@@ -78,7 +80,8 @@ def assign_devices(platform: str, slots: Sequence[int], environ: Mapping[str, st
         )
         raise UsageError(
             f"{len(slots)} workers need {len(slots)} GPUs, one each; {len(gpus)} found here{limit}. "
-            "Ask for fewer workers, make more GPUs visible, or set JAX_PLATFORMS=cpu to train on the CPU."
+            "Ask for fewer workers, make more GPUs visible, name one several times to have workers share it, as in "
+            "CUDA_VISIBLE_DEVICES=0,0, or set JAX_PLATFORMS=cpu to train on the CPU."
         )
     return dict(zip(slots, gpus, strict=False))
 
@@ -90,13 +93,15 @@ class Devices:
 
     Attributes:
       num_spare: how many slots more could be given one.
+      sharing: how many workers share a GPU, of the one that is named most often; 1 on CPU.
     """
 
     def __init__(self, platform: str, slots: Sequence[int], environ: Mapping[str, str]) -> None:
         self._devices = assign_devices(platform, slots, environ)
-        taken = set(self._devices.values())
-        self._free = [gpu for gpu in visible_gpus(environ) if gpu not in taken] if platform == "cuda" else None
+        gpus = visible_gpus(environ) if platform == "cuda" else []
+        self._free = gpus[len(slots) :] if platform == "cuda" else None
         self.num_spare = MAX_SPARE if self._free is None else len(self._free)
+        self.sharing = max(Counter(gpus).values(), default=1)
 
     def of(self, slot: int) -> str | None:
         """What the slot's `CUDA_VISIBLE_DEVICES` is; None on CPU. Raises OSError if there is none left."""

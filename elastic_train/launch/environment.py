@@ -31,6 +31,16 @@ everything, and wait there to be told which worker it is."""
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 """Read when a process first touches a GPU, not when jax is imported."""
 
+HOST_ID_VARIABLE = "NCCL_HOSTID"
+"""By which NCCL tells hosts apart. It refuses two members of one host that have the same GPU; of two hosts it believes
+that they cannot."""
+
+MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Which part of its GPU's memory a process takes at its start."""
+
+SHARED_MEMORY = 0.8
+"""What all processes together take of a GPU that they share; the rest is for their contexts and NCCL."""
+
 TRACE_VARIABLE = PREFIX + "TRACE_BLOCKS"
 """Set to 1 for an agent or a whole command: workers write what they do at barriers (`telemetry.blocks`)."""
 
@@ -162,6 +172,7 @@ def worker_environment(
     jax: JaxRuntime,
     host_address: str,
     agent_pid: int,
+    host_id: str = "",
 ) -> dict[str, str]:
     """The environment of one worker: `environ`, and on top what this start of this slot needs.
 
@@ -173,6 +184,7 @@ def worker_environment(
       jax: where the worker finds JAX's coordination service.
       host_address: where it shall listen for the other members.
       agent_pid: process id of the agent.
+      host_id: the host that NCCL takes the worker to be on, if another than it is.
     """
     told: dict[str, object] = {f.name: getattr(job, f.name) for f in fields(job)}
     told |= {**identity._asdict(), "host_address": host_address, "agent_pid": agent_pid}
@@ -183,7 +195,14 @@ def worker_environment(
         return environment
     if device is None:
         raise ValueError(f"slot {identity.slot} on platform {job.platform!r} needs a device")
-    return environment | {DEVICES_VARIABLE: device}
+    return environment | {DEVICES_VARIABLE: device} | ({HOST_ID_VARIABLE: host_id} if host_id else {})
+
+
+def with_shared_memory(environ: Mapping[str, str], sharing: int) -> dict[str, str]:
+    """`environ` for workers of which `sharing` have the same GPU; what the user has set for its memory holds."""
+    if sharing < 2:
+        return dict(environ)
+    return {MEMORY_VARIABLE: f"{SHARED_MEMORY / sharing:.3f}", **environ}
 
 
 def spare_environment(environ: Mapping[str, str], job: JobSettings, agent_pid: int) -> dict[str, str]:
@@ -208,7 +227,7 @@ def fixed_differences(spare: Mapping[str, str], wanted: Mapping[str, str]) -> li
 
 
 def _is_told_later(name: str) -> bool:
-    return name.startswith(PREFIX) or name == DEVICES_VARIABLE
+    return name.startswith(PREFIX) or name in (DEVICES_VARIABLE, HOST_ID_VARIABLE)
 
 
 def _common(environ: Mapping[str, str], job: JobSettings) -> dict[str, str]:

@@ -22,6 +22,7 @@ from elastic_train.launch.environment import (
     JaxRuntime,
     JobSettings,
     spare_environment,
+    with_shared_memory,
     worker_environment,
 )
 from elastic_train.launch.options import JobOptions, address_towards
@@ -166,6 +167,8 @@ def start_agent(
       patience_s, rejoin, spare, on_note: see `Agent`.
     """
 
+    environ = with_shared_memory(environ, devices.sharing)
+
     def environment(identity: Identity, jax: JaxRuntime) -> dict[str, str]:
         return worker_environment(
             environ,
@@ -175,6 +178,7 @@ def start_agent(
             jax=jax,
             host_address=address or address_towards(settings.coordinator),
             agent_pid=os.getpid(),
+            host_id=f"{socket.gethostname()}-{identity.slot}" if devices.sharing > 1 else "",
         )
 
     command = [sys.executable, "-m", "elastic_train.launch.worker"]

@@ -123,6 +123,7 @@ def _prepare(
     times.enter("backend")
     jax_private.create_backend()
     _check_platform(settings)
+    nccl = _start_nccl() if job.platform != "cpu" else None
     times.enter("wait")
     directory = member.compiled_directory(job.run_dir, job.platform, deterministic=job.deterministic)
     if job.platform == "cpu":
@@ -148,6 +149,9 @@ def _prepare(
         _trace(settings),
         times,
     )
+    if nccl is not None:
+        times.enter("nccl")
+        nccl.join()  # no limit of its own: the coordinator ends a worker that is not ready within `start_timeout_s`
     times.enter("state")
     if settings.restore and settings.state_descriptor >= 0:
         records = training.take_state(settings.state_descriptor)
@@ -156,6 +160,15 @@ def _prepare(
         print(f"the state that this slot's last worker left: {found}", file=sys.stderr, flush=True)
     programs.complete()
     return training, code
+
+
+def _start_nccl() -> threading.Thread:
+    """Has NCCL begin beside the rest of the start."""
+    from elastic_train.membership.nccl import start_nccl
+
+    thread = threading.Thread(target=start_nccl, name="nccl", daemon=True)
+    thread.start()
+    return thread
 
 
 def _check_platform(settings: WorkerSettings) -> None:

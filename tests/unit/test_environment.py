@@ -16,6 +16,7 @@ from elastic_train.launch.environment import (
     fixed_differences,
     spare_environment,
     told_later,
+    with_shared_memory,
     worker_environment,
 )
 from elastic_train.membership.group import Identity
@@ -37,7 +38,9 @@ def job(platform: str = "cpu") -> JobSettings:
     )
 
 
-def environment(environ: dict[str, str], platform: str = "cpu", device: str | None = None) -> dict[str, str]:
+def environment(
+    environ: dict[str, str], platform: str = "cpu", device: str | None = None, host_id: str = ""
+) -> dict[str, str]:
     return worker_environment(
         environ,
         Identity(slot=2, incarnation=3, node=17),
@@ -46,6 +49,7 @@ def environment(environ: dict[str, str], platform: str = "cpu", device: str | No
         jax=JaxRuntime("127.0.0.1:9001", 256, False),
         host_address="10.0.0.7",
         agent_pid=4321,
+        host_id=host_id,
     )
 
 
@@ -153,6 +157,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("1,-1,2", ["1"]),
         ("1,9,2", ["1"]),
         ("GPU-8f3a,MIG-1b", ["GPU-8f3a", "MIG-1b"]),
+        ("0,0,1", ["0", "0", "1"]),
     ],
 )
 def test_visible_gpus(four_gpus: None, visible: str | None, expected: list[str]) -> None:
@@ -174,7 +179,28 @@ def test_platform(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices_of_slots(four_gpus: None) -> None:
     assert devices.assign_devices("cpu", range(9), {}) == dict.fromkeys(range(9))
     assert devices.assign_devices("cuda", [4, 5], {"CUDA_VISIBLE_DEVICES": "3,1,0"}) == {4: "3", 5: "1"}
+    assert devices.assign_devices("cuda", [0, 1], {"CUDA_VISIBLE_DEVICES": "2,2"}) == {0: "2", 1: "2"}
     with pytest.raises(UsageError, match=r"5 workers need 5 GPUs, one each; 4 found"):
         devices.assign_devices("cuda", range(5), {})
     with pytest.raises(UsageError, match=r"2 found here \(CUDA_VISIBLE_DEVICES=0,1\)"):
         devices.assign_devices("cuda", range(3), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_devices_of_slots_that_come_later(four_gpus: None) -> None:
+    several = devices.Devices("cuda", [0, 1], {"CUDA_VISIBLE_DEVICES": "2,2,2,1"})
+    assert (several.num_spare, several.sharing) == (2, 3)
+    assert [several.of(slot) for slot in (0, 1, 2, 3)] == ["2", "2", "2", "1"]
+    with pytest.raises(OSError, match="slot 4: all GPUs"):
+        several.of(4)
+    assert devices.Devices("cuda", [0], {}).sharing == devices.Devices("cpu", [0], {}).sharing == 1
+
+
+def test_workers_that_share_a_gpu_share_its_memory_and_are_hosts_to_nccl() -> None:
+    assert with_shared_memory({"A": "b"}, 1) == {"A": "b"}
+    assert with_shared_memory({"A": "b"}, 4) == {"A": "b", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.200"}
+    chosen = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"}
+    assert with_shared_memory(chosen, 2) == chosen
+    assert "NCCL_HOSTID" not in environment({}, "cuda", "0")
+    shares = environment({}, "cuda", "0", host_id="here-2")
+    assert shares["NCCL_HOSTID"] == "here-2"
+    assert fixed_differences(spare_environment({}, job("cuda"), 1), shares) == []
