@@ -25,9 +25,9 @@ from elastic_train.membership.group import (
     Identity,
     Shrink,
     View,
-    Vote,
     judge,
     likely,
+    read_votes,
 )
 from elastic_train.membership.programs import WIDTH, Compiled, Programs
 from elastic_train.state import Device
@@ -237,7 +237,8 @@ class Group:
             if set(incarnations) != nodes or self._dead & nodes:
                 raise MembersGone
             try:
-                outcome.extend(self._first_meeting(body))
+                result, rows = self._first_meeting(body)
+                outcome.extend((result, read_votes(rows, step)))
             except Exception as error:
                 if len(nodes) > 1:
                     self._await_a_death(error)
@@ -271,7 +272,7 @@ class Group:
         self, before: dict[int, int], outcome: list[Any], error: Exception | None, step: int | None
     ) -> tuple[Agreed, Any]:
         """What follows from the two barriers and from what the body gave or raised; see `attempt`."""
-        votes = [Vote.unpack(row) for row in outcome[1]] if outcome else None
+        votes = outcome[1] if outcome else None
         if error is not None and len(self.view.members) == 1:
             raise error  # nobody else can be the reason
         verdict = judge(self.view, self.me.node, before, self._block.incarnations, votes, self._max_skips)

@@ -17,7 +17,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from elastic_train.membership.group import FINITE_BIT, FLAGS_WORD, MARKS_START, MARKS_STOP, VOTE_SIZE
+from elastic_train.membership.group import (
+    FINITE_BIT,
+    FLAGS_WORD,
+    MARKS_START,
+    MARKS_STOP,
+    VOTE_SIZE,
+    WITNESS_WORD,
+    DamagedError,
+    checksum,
+)
 from elastic_train.state import Device
 from elastic_train.step.flat import LARGE_BYTES, Cut, Layout, Sums, add
 from elastic_train.step.plan import Plan
@@ -66,18 +75,21 @@ class Meeting:
 
 
 class Gather:
-    """All-gather of one small row of int32 per member."""
+    """All-gather of one small row of int32 per member, and a checksum of it."""
 
     def __init__(self, meeting: Meeting, width: int) -> None:
         self._meeting = meeting
-        shape = jax.ShapeDtypeStruct((1, width), jnp.int32)
+        shape = jax.ShapeDtypeStruct((1, width + 1), jnp.int32)
         self._program = meeting.program(lambda row: jax.lax.all_gather(row[0], AXIS), shape)
 
     def __call__(self, row: Sequence[int]) -> np.ndarray:
-        """Returns int32[members, width]. Blocks until all have taken part."""
-        mine = self._meeting.put(np.array(row, np.int32))
+        """Returns int32[members, width]. Blocks until all have taken part. Raises DamagedError: see there."""
+        mine = self._meeting.put(np.array([*row, checksum(row)], np.int32))
         rows = self._program(self._meeting.mine_of_all(mine))
-        return np.asarray(self._meeting.local(jax.block_until_ready(rows)))
+        told = np.asarray(self._meeting.local(jax.block_until_ready(rows)))
+        if any(checksum(each[:-1].tolist()) != each[-1] for each in told):
+            raise DamagedError("a row arrived that no member has sent")
+        return told[:, :-1]
 
 
 class Spread:
@@ -162,11 +174,14 @@ class Exchange:
         """The whole sum, and int32[members, size] from the `row` of each member, int32[size]; traceable.
 
         Rows travel with the smallest part whose elements are of their width: a message of their own takes nearly as
-        long as that part.
+        long as that part. It is the last one: something of all that came before goes into `WITNESS_WORD`, which is the
+        same in all rows if the sums are. Whoever has the rows as they were sent therefore has all of the sum: if a
+        collective is broken off, so are those after it.
         """
         fitting = [number for number, part in enumerate(parts) if part.dtype.itemsize == row.dtype.itemsize]
         carrier = min(fitting, key=lambda number: parts[number].size, default=None)
         whole = [jax.lax.all_gather(part, AXIS, tiled=True) if i != carrier else part for i, part in enumerate(parts)]
+        row = row.at[WITNESS_WORD].set(_witness([array for i, array in enumerate(whole) if i != carrier]))
         if carrier is None:
             return self._cut.leaves(whole), jax.lax.all_gather(row, AXIS)
         part = parts[carrier]
@@ -182,3 +197,15 @@ class Exchange:
         for left, right, _ in self._plan.additions:
             registers.append(add(registers[left], registers[right]))
         return registers[self._plan.root]
+
+
+def _witness(arrays: Sequence[jax.Array]) -> jax.Array:
+    """int32[]: the bits of the first element of each array, together; 0 of none."""
+    witness = jnp.zeros((), jnp.int32)
+    for array in arrays:
+        first = array[0].real if jnp.iscomplexobj(array) else array[0]
+        word = {1: jnp.uint8, 2: jnp.uint16}.get(first.dtype.itemsize, jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(first, word).astype(jnp.uint32).reshape(-1)  # two words of 64 bits
+        for index in range(bits.size):
+            witness ^= jax.lax.bitcast_convert_type(bits[index], jnp.int32)
+    return witness

@@ -86,6 +86,16 @@ def reads_of(job: Job, slot: int, step: int) -> list[int]:
     return [int(index) for index in found]
 
 
+def test_row_01_exchange_that_is_broken_off_without_an_error(tmp_path, undisturbed):
+    """What it gives then is taken for nothing: not for votes, and not for a sum."""
+    with run(tmp_path, fault(2, "exchange", step=20), environ={"QUIET": "1"}) as job:
+        assert job.finish() == 0, job.logs()
+        assert_exact(job, undisturbed)
+        assert kinds(job) == [("killed", 2)]
+        logs = [(job.run_dir / "logs" / f"{slot}-0.log").read_text() for slot in (0, 1)]
+        assert any("broken off without an error" in log for log in logs), job.logs()
+
+
 def test_row_04_sigkill_of_all_but_one_in_the_same_step(tmp_path, undisturbed):
     with run(tmp_path, fault(0, "exchange", step=20), fault(1, "exchange", step=20)) as job:
         assert job.finish() == 0, job.logs()

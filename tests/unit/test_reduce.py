@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from elastic_train.membership.group import Vote
+from elastic_train.membership.group import WITNESS_WORD, DamagedError, Vote
 from elastic_train.step.flat import Cut, Layout, add
 from elastic_train.step.plan import Node, finish, fold, partials, run_of
 from elastic_train.step.reduce import Exchange, Gather, Meeting
@@ -87,7 +87,9 @@ def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards,
     expected = subtree(values, Node(0, num_shards))
     assert np.concatenate(total, axis=1)[0].tobytes() == expected.tobytes()
     votes[:, 4:8] = marks
-    np.testing.assert_array_equal(np.asarray(rows), votes)
+    rows = np.array(rows)
+    votes[:, WITNESS_WORD] = rows[0, WITNESS_WORD]  # the same in all of them
+    np.testing.assert_array_equal(rows, votes)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +115,23 @@ def test_control_vectors_arrive_whatever_the_sums_are_made_of(dtypes):
         assert found.dtype == leaf.dtype
         np.testing.assert_array_equal(np.asarray(found[0], np.int32), np.asarray(row.sum(0)))
     votes[:, 4:8] = marks
+    first = [np.asarray(found)[0, 0] for found in total]
+    bits = [int(value.view(f"uint{8 * value.itemsize}")) for value in first]
+    carrier = min((i for i, value in enumerate(first) if value.itemsize == 4), key=lambda i: sizes[i], default=None)
+    expected = [bit for i, bit in enumerate(bits) if i != carrier]
+    votes[:, WITNESS_WORD] = np.bitwise_xor.reduce(np.array(expected, np.uint32)).view(np.int32)
     np.testing.assert_array_equal(np.asarray(told), votes)
 
 
 def test_gather_of_one_member_returns_its_row():
     meeting = Meeting(jax.devices()[:1], jax.devices()[0])
     assert Gather(meeting, 4)([1, -2, 3, 2**31 - 1]).tolist() == [[1, -2, 3, 2**31 - 1]]
+
+
+def test_what_a_gather_did_not_fill_is_not_taken_for_rows(monkeypatch):
+    meeting = Meeting(jax.devices()[:1], jax.devices()[0])
+    gather = Gather(meeting, 4)
+    for rest in (0, 1, -1):
+        monkeypatch.setattr(gather, "_program", lambda rows, rest=rest: jnp.full_like(rows, rest))
+        with pytest.raises(DamagedError):
+            gather([1, -2, 3, 2**31 - 1])
