@@ -169,6 +169,8 @@ def disarm(mechanism: str) -> None:
 
 if "QUEUE_AHEAD" in os.environ:  # as accelerators do
     LocalProgram.queues_ahead = property(lambda self: True, lambda self, value: None)
+
+
 def quiet(wait):
     def wrapped(self, votes):
         try:
