@@ -2,7 +2,8 @@
 
     python -m pytest tests/gpu -m gpu
 
-One worker per GPU; with `CUDA_VISIBLE_DEVICES=0,0,0,0` four share one. `deterministic` is on, and all runs use the programs that the undisturbed one has compiled.
+One worker per GPU; with `CUDA_VISIBLE_DEVICES=0,0,0,0` four share one. `deterministic` is on, and all runs use the
+programs that the undisturbed one has compiled.
 """
 
 import os
