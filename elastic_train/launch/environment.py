@@ -35,8 +35,8 @@ HOST_ID_VARIABLE = "NCCL_HOSTID"
 """By which NCCL tells hosts apart. It refuses two members of one host that have the same GPU; of two hosts it believes
 that they cannot."""
 
-MEMORY_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""Which part of its GPU's memory a process takes at its start."""
+MEMORY_VARIABLE, OLD_MEMORY_VARIABLE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Which part of its GPU's memory a process takes at its start. jax refuses to be given both."""
 
 SHARED_MEMORY = 0.8
 """What all processes together take of a GPU that they share; the rest is for their contexts and NCCL."""
@@ -184,7 +184,7 @@ def worker_environment(
       jax: where the worker finds JAX's coordination service.
       host_address: where it shall listen for the other members.
       agent_pid: process id of the agent.
-      host_id: the host that NCCL takes the worker to be on, if another than it is.
+      host_id: the host that NCCL takes the worker to be on, if it shares its GPU.
     """
     told: dict[str, object] = {f.name: getattr(job, f.name) for f in fields(job)}
     told |= {**identity._asdict(), "host_address": host_address, "agent_pid": agent_pid}
@@ -200,9 +200,9 @@ def worker_environment(
 
 def with_shared_memory(environ: Mapping[str, str], sharing: int) -> dict[str, str]:
     """`environ` for workers of which `sharing` have the same GPU; what the user has set for its memory holds."""
-    if sharing < 2:
+    if sharing < 2 or {MEMORY_VARIABLE, OLD_MEMORY_VARIABLE} & environ.keys():
         return dict(environ)
-    return {MEMORY_VARIABLE: f"{SHARED_MEMORY / sharing:.3f}", **environ}
+    return {**environ, MEMORY_VARIABLE: f"{SHARED_MEMORY / sharing:.3f}"}
 
 
 def spare_environment(environ: Mapping[str, str], job: JobSettings, agent_pid: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ from elastic_train.launch.agent import Agent, AgentEnd
 from elastic_train.launch.check import Checked, check
 from elastic_train.launch.devices import Devices, pick_platform
 from elastic_train.launch.environment import (
+    HOST_ID_VARIABLE,
     SECRET_VARIABLE,
     JaxRuntime,
     JobSettings,
@@ -168,6 +169,7 @@ def start_agent(
     """
 
     environ = with_shared_memory(environ, devices.sharing)
+    host = environ.get(HOST_ID_VARIABLE) or socket.gethostname()
 
     def environment(identity: Identity, jax: JaxRuntime) -> dict[str, str]:
         return worker_environment(
@@ -178,7 +180,7 @@ def start_agent(
             jax=jax,
             host_address=address or address_towards(settings.coordinator),
             agent_pid=os.getpid(),
-            host_id=f"{socket.gethostname()}-{identity.slot}" if devices.sharing > 1 else "",
+            host_id=f"{host}-{identity.slot}" if devices.sharing > 1 else "",
         )
 
     command = [sys.executable, "-m", "elastic_train.launch.worker"]

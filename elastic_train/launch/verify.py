@@ -75,7 +75,7 @@ def verify_faults(options: JobOptions, environ: Mapping[str, str]) -> Verified:
     if workers < 2:
         raise UsageError(
             f"verify-faults with {workers} worker: nobody would be left when it is killed. "
-            "Use --workers 2 or more; with one GPU, JAX_PLATFORMS=cpu tries the recipe on CPU"
+            "Use --workers 2 or more; with one GPU, CUDA_VISIBLE_DEVICES=0,0,0 has three workers share it"
         )
     root = options.run_dir.resolve()
     if is_run_directory(root) or (root / "undisturbed").exists():  # the first one that is made

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from elastic_train.training import Training
 
 
+NCCL_LIMIT_S = 30.0
+"""How long a worker that has nothing else to do waits for NCCL to begin. It does so anyway when it is first used."""
+
 LEAVES = threading.Event()
 """Set when the coordinator is lost: this process ends as soon as its state is left."""
 
@@ -123,7 +126,6 @@ def _prepare(
     times.enter("backend")
     jax_private.create_backend()
     _check_platform(settings)
-    nccl = _start_nccl() if job.platform != "cpu" else None
     times.enter("wait")
     directory = member.compiled_directory(job.run_dir, job.platform, deterministic=job.deterministic)
     if job.platform == "cpu":
@@ -133,6 +135,7 @@ def _prepare(
     times.enter("data")
     config = resolve(config_class_of(trainer), job.config_file)
     made = trainer(config)
+    nccl = _start_nccl() if job.platform != "cpu" else None  # after what may set its variables
     if job.chaos:
         from elastic_train.chaos.inject import install
 
@@ -151,7 +154,9 @@ def _prepare(
     )
     if nccl is not None:
         times.enter("nccl")
-        nccl.join()  # no limit of its own: the coordinator ends a worker that is not ready within `start_timeout_s`
+        nccl.join(NCCL_LIMIT_S)
+        if nccl.is_alive():
+            print(f"NCCL has not begun within {NCCL_LIMIT_S:g} s, which is no reason to wait", file=sys.stderr)
     times.enter("state")
     if settings.restore and settings.state_descriptor >= 0:
         records = training.take_state(settings.state_descriptor)

@@ -6,8 +6,6 @@ all members that get them), so all members draw the same conclusion without talk
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +14,7 @@ from typing import NamedTuple
 MAX_JOINERS_PER_STEP = 8
 """How many joiners fit into one control vector; more are admitted by the next step."""
 
-VOTE_SIZE = 9 + 3 * MAX_JOINERS_PER_STEP
+VOTE_SIZE = 8 + 3 * MAX_JOINERS_PER_STEP
 """Length of a control vector, in int32."""
 
 FLAGS_WORD, FINITE_BIT = 2, 1 << 1
@@ -24,11 +22,6 @@ MARKS_START, NUM_BAD_WORD, MARKS_STOP = 4, 6, 8
 """Where a control vector holds what is known on the device only: the fingerprint's two words, how many of the member's
 shards were not finite, and the first of these. The exchange writes them, and clears `FINITE_BIT` of all rows if the sum
 is not finite."""
-
-_COUNT_WORD = 3
-
-WITNESS_WORD = 8
-"""Where the exchange writes what it makes of the sum, of a few of its bits: see `Exchange.gathered`."""
 
 
 class Identity(NamedTuple):
@@ -121,24 +114,11 @@ def likely(
 MAX_COUNT = 2**24 - 1
 
 
-class DamagedError(Exception):
-    """What came out of an exchange is not what the members have sent.
-
-    A collective that is broken off need not raise: where NCCL goes over a network, the program ends as if all were
-    well, with whatever was in the memory for its results.
-    """
-
-
-def checksum(numbers: Sequence[int]) -> int:
-    """32 bits over signed 32-bit integers, themselves signed."""
-    return signed(zlib.crc32(struct.pack(f"<{len(numbers)}i", *numbers)))
-
-
 @dataclass(frozen=True)
 class Vote:
     """One member's control vector: what it says about a step, and what it asks for.
 
-    `pack` gives int32[VOTE_SIZE]; `unpack` reads one row back. A checksum covers all that the host knows beforehand.
+    `pack` gives int32[VOTE_SIZE]; `unpack` reads one row back.
 
     Attributes:
       step: committed steps.
@@ -151,7 +131,6 @@ class Vote:
       fingerprint: 64 bits over the state, as two words.
       num_bad, first_bad: how many of its shards were not finite, and the first of these.
       joiners: candidates it knows of.
-      witness: what it has seen of the sum.
     """
 
     step: int
@@ -167,7 +146,6 @@ class Vote:
     num_bad: int = 0
     first_bad: int = 0
     joiners: tuple[Identity, ...] = ()
-    witness: int = 0
 
     def pack(self) -> list[int]:
         """The vector as signed 32-bit integers."""
@@ -182,24 +160,16 @@ class Vote:
             *map(signed, self.fingerprint),
             self.num_bad,
             self.first_bad,
-            self.witness,
         ]
         body = [number for joiner in joiners for number in joiner]
-        row = head + body + [0] * (VOTE_SIZE - len(head) - len(body))
-        row[_COUNT_WORD] |= signed(_check(row) << 8)
-        return row
+        return head + body + [0] * (VOTE_SIZE - len(head) - len(body))
 
     @classmethod
     def unpack(cls, row: Sequence[int]) -> Vote:
-        """The vote that `pack` made a row of. Raises DamagedError if it is none."""
-        numbers = [int(number) for number in row[:VOTE_SIZE]]
-        flags, count = numbers[FLAGS_WORD] & 0xFFFFFFFF, numbers[_COUNT_WORD] & 0xFF
-        told = numbers[_COUNT_WORD] >> 8 & 0xFFFFFF
-        numbers[_COUNT_WORD] = count
-        if told != _check(numbers):
-            raise DamagedError("a control vector arrived that no member has sent")
+        numbers = [int(number) for number in row]
+        flags, count = numbers[FLAGS_WORD] & 0xFFFFFFFF, numbers[3]
         first, second, num_bad, first_bad = numbers[MARKS_START:MARKS_STOP]
-        body = numbers[WITNESS_WORD + 1 :]
+        body = numbers[8:]
         return cls(
             step=(numbers[1] << 32) | (numbers[0] & 0xFFFFFFFF),
             ok=bool(flags & 1),
@@ -214,31 +184,7 @@ class Vote:
             num_bad=num_bad,
             first_bad=first_bad,
             joiners=tuple(Identity(*body[3 * i : 3 * i + 3]) for i in range(count)),
-            witness=numbers[WITNESS_WORD],
         )
-
-
-def _check(row: Sequence[int]) -> int:
-    """24 bits over the words of a control vector that no device changes; its count without a check."""
-    fixed = [*row[:FLAGS_WORD], row[FLAGS_WORD] & ~FINITE_BIT, row[_COUNT_WORD], *row[WITNESS_WORD + 1 :]]
-    return checksum(fixed) & 0xFFFFFF
-
-
-def read_votes(rows: Iterable[Sequence[int]], step: int | None = None) -> list[Vote]:
-    """The votes that rows begin with.
-
-    Args:
-      step: the one that is tried, counted from 1; None if the votes are about something else.
-
-    Raises DamagedError if that is not what the members have sent for this step, or if they have not all seen the same
-    sum: then nobody knows what the others have.
-    """
-    votes = [Vote.unpack(row) for row in rows]
-    if step is not None and any(vote.step != step - 1 for vote in votes):
-        raise DamagedError(f"control vectors of steps {[vote.step + 1 for vote in votes]} arrived in step {step}")
-    if len({vote.witness for vote in votes}) > 1:
-        raise DamagedError("the members do not hold the same sum")
-    return votes
 
 
 def signed(number: int) -> int:

@@ -25,14 +25,14 @@ from elastic_train.membership.group import (
     Identity,
     Shrink,
     View,
+    Vote,
     judge,
     likely,
-    read_votes,
 )
 from elastic_train.membership.programs import WIDTH, Compiled, Programs
 from elastic_train.state import Device
 from elastic_train.step.flat import Layout
-from elastic_train.step.reduce import Exchange, Gather, Spread
+from elastic_train.step.reduce import DamagedError, Exchange, Gather, Spread
 
 SETTLED_STEPS = 10
 """After so many steps of an epoch the programs for the next one are compiled."""
@@ -230,6 +230,8 @@ class Group:
         """
         before: dict[int, int] = {}
         outcome: list[Any] = []
+        # All members count alike: they run the same blocks.
+        self.meeting.block = self.view.epoch, self.meeting.block[1] + 1
 
         def guarded(incarnations: dict[int, int]) -> None:
             before.update(incarnations)
@@ -238,7 +240,7 @@ class Group:
                 raise MembersGone
             try:
                 result, rows = self._first_meeting(body)
-                outcome.extend((result, read_votes(rows, step)))
+                outcome.extend((result, [Vote.unpack(row) for row in rows]))
             except Exception as error:
                 if len(nodes) > 1:
                     self._await_a_death(error)
@@ -300,6 +302,8 @@ class Group:
         is here (or everywhere): this worker leaves, which the others see as a death. Members wait for different
         times, so that not all of them leave if all failed.
         """
+        if isinstance(error, DamagedError):
+            print(f"elastic_train: {error}; waiting to hear who died", file=sys.stderr, flush=True)
         self._news.phase("doubt", -1)
         limit_s = self._faults.doubt_timeout_s + self.rank
         if not self._news.wait_dead(frozenset(self.view.nodes), limit_s):

@@ -4,10 +4,15 @@ Each member brings partial sums (the maximal subtrees of the canonical tree insi
 control vector. An all-to-all gives each member its 1/n slice of every partial, it finishes the tree on that
 slice, and an all-gather returns the result. The order of additions is that of the one tree on all shards,
 whatever n is. Padding is moved but never added.
+
+A collective that is broken off need not raise: where NCCL goes over a network, the program ends as if all were well,
+with whatever was in the memory for its results. So all that the host reads is sealed: `DamagedError`.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,21 +22,29 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from elastic_train.membership.group import (
-    FINITE_BIT,
-    FLAGS_WORD,
-    MARKS_START,
-    MARKS_STOP,
-    VOTE_SIZE,
-    WITNESS_WORD,
-    DamagedError,
-    checksum,
-)
+from elastic_train.membership.group import FINITE_BIT, FLAGS_WORD, MARKS_START, MARKS_STOP, VOTE_SIZE, signed
 from elastic_train.state import Device
 from elastic_train.step.flat import LARGE_BYTES, Cut, Layout, Sums, add
 from elastic_train.step.plan import Plan
 
 AXIS = "members"
+
+
+class DamagedError(Exception):
+    """What came out of a collective is not what the members have sent in this block."""
+
+
+def seal(row: Sequence[int], block: tuple[int, int]) -> int:
+    """A checksum of int32 numbers that holds in one block only: another one may have left its rows in the memory."""
+    return signed(zlib.crc32(struct.pack(f"<{len(row)}i2q", *row, *block)))
+
+
+def _unsealed(rows: np.ndarray, sealed: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """int32[members, size + 1] -> int32[members, size]. Raises DamagedError if a seal, the last number, is not that of
+    the row in `sealed`, int32[members, size]."""
+    if any(seal(numbers, block) != told for numbers, told in zip(sealed.tolist(), rows[:, -1].tolist(), strict=True)):
+        raise DamagedError("a collective was broken off: what arrived is not what the members have sent")
+    return rows[:, :-1]
 
 
 class Meeting:
@@ -40,11 +53,15 @@ class Meeting:
     Args:
       devices: one device per member, in the view's order.
       mine: this worker's device.
+
+    Attributes:
+      block: epoch, and number in it, of the `live_devices` block that is run.
     """
 
     def __init__(self, devices: Sequence[Device], mine: Device) -> None:
         self.size = len(devices)
         self.mine = mine
+        self.block = 0, 0
         self._mesh = Mesh(np.array(devices, dtype=object), (AXIS,))
         self._split = NamedSharding(self._mesh, P(AXIS))
 
@@ -75,7 +92,7 @@ class Meeting:
 
 
 class Gather:
-    """All-gather of one small row of int32 per member, and a checksum of it."""
+    """All-gather of one small row of int32 per member."""
 
     def __init__(self, meeting: Meeting, width: int) -> None:
         self._meeting = meeting
@@ -83,13 +100,12 @@ class Gather:
         self._program = meeting.program(lambda row: jax.lax.all_gather(row[0], AXIS), shape)
 
     def __call__(self, row: Sequence[int]) -> np.ndarray:
-        """Returns int32[members, width]. Blocks until all have taken part. Raises DamagedError: see there."""
-        mine = self._meeting.put(np.array([*row, checksum(row)], np.int32))
+        """Returns int32[members, width]. Blocks until all have taken part. Raises DamagedError."""
+        block = self._meeting.block
+        mine = self._meeting.put(np.array([*row, seal(row, block)], np.int32))
         rows = self._program(self._meeting.mine_of_all(mine))
         told = np.asarray(self._meeting.local(jax.block_until_ready(rows)))
-        if any(checksum(each[:-1].tolist()) != each[-1] for each in told):
-            raise DamagedError("a row arrived that no member has sent")
-        return told[:, :-1]
+        return _unsealed(told, told[:, :-1], block)
 
 
 class Spread:
@@ -117,18 +133,23 @@ class Exchange:
       plan: who holds which partial sum, and the additions that are left.
       layout: of one partial sum.
       large_bytes: leaves of this size are sent by themselves.
+      rides: whether control vectors travel with a part of the sum. By default so on CPUs, where each message waits for
+        a core, and what is broken off raises.
     """
 
-    def __init__(self, meeting: Meeting, plan: Plan, layout: Layout, large_bytes: int = LARGE_BYTES) -> None:
+    def __init__(
+        self, meeting: Meeting, plan: Plan, layout: Layout, large_bytes: int = LARGE_BYTES, rides: bool | None = None
+    ) -> None:
         self._meeting, self._plan, self._layout = meeting, plan, layout
+        self._rides = meeting.mine.platform == "cpu" if rides is None else rides
         self._cut = Cut(layout, meeting.size, large_bytes)
-        vote = jax.ShapeDtypeStruct((1, VOTE_SIZE), jnp.int32)
+        vote = jax.ShapeDtypeStruct((1, VOTE_SIZE + 1), jnp.int32)
         marks = jax.ShapeDtypeStruct((1, MARKS_STOP - MARKS_START), jnp.int32)
         self._program = meeting.program(self._body, (layout.leaves,) * plan.slots_per_member, vote, marks)
 
     def __call__(self, partials: Sequence[Sums], vote: Sequence[int], marks: jax.Array) -> tuple[Sums, jax.Array]:
-        """The total and int32[members, VOTE_SIZE], neither of which is there yet: see `wait`. With one member the total
-        are the very arrays that it brought.
+        """The total and the control vectors, neither of which is there yet: see `wait`. With one member the total are
+        the very arrays that it brought.
 
         Args:
           partials: this member's partial sums, which may not be there yet either.
@@ -137,14 +158,17 @@ class Exchange:
         """
         # Members with fewer partials than the widest repeat one; the plan never reads it.
         padded = tuple(partials) + (partials[0],) * (self._plan.slots_per_member - len(partials))
-        mine = (padded, self._meeting.put(np.array(vote, np.int32)), marks)
+        sealed = [*vote, seal(_fixed(np.array(vote, np.int32)).tolist(), self._meeting.block)]
+        mine = (padded, self._meeting.put(np.array(sealed, np.int32)), marks)
         total, votes = self._meeting.local(self._program(*self._meeting.mine_of_all(mine)))
         votes.copy_to_host_async()
         return total or partials[0], votes
 
     def wait(self, votes: jax.Array) -> np.ndarray:
-        """int32[members, VOTE_SIZE], what `__call__` gave. Blocks until all have taken part."""
-        return np.asarray(votes)
+        """int32[members, VOTE_SIZE] of what `__call__` gave. Blocks until all have taken part. Raises DamagedError; if
+        not, the total is what it should be, too."""
+        told = np.asarray(votes)[:, : VOTE_SIZE + 1]
+        return _unsealed(told, _fixed(told[:, :-1]), self._meeting.block)
 
     def _body(self, partials: tuple[Sums, ...], vote: jax.Array, marks: jax.Array) -> tuple[Sums, jax.Array]:
         if self._meeting.size == 1:
@@ -156,13 +180,12 @@ class Exchange:
             whole, rows = self.gathered(parts, self._row(vote, marks, fine))
             total = whole
         # All members see the same, so all clear the same bit.
-        usable = jnp.all(rows[:, VOTE_SIZE]) & self._layout.has_weight(whole)
-        rows = rows[:, :VOTE_SIZE]
+        usable = jnp.all(rows[:, VOTE_SIZE + 1]) & self._layout.has_weight(whole)
         flags = rows[:, FLAGS_WORD]
         return total, rows.at[:, FLAGS_WORD].set(jnp.where(usable, flags, flags & ~FINITE_BIT))
 
     def _row(self, vote: jax.Array, marks: jax.Array, fine: jax.Array) -> jax.Array:
-        """int32[VOTE_SIZE + 1]: a control vector, and whether this member's part of the sum is finite."""
+        """int32[VOTE_SIZE + 2]: a control vector, its seal, and whether this member's part of the sum is finite."""
         return jnp.concatenate([vote[0, :MARKS_START], marks[0], vote[0, MARKS_STOP:], fine.astype(jnp.int32)[None]])
 
     def parts(self, partials: tuple[Sums, ...]) -> list[jax.Array]:
@@ -171,19 +194,19 @@ class Exchange:
         return [self._sum_part(jnp.stack(piece)) for piece in pieces]
 
     def gathered(self, parts: Sequence[jax.Array], row: jax.Array) -> tuple[Sums, jax.Array]:
-        """The whole sum, and int32[members, size] from the `row` of each member, int32[size]; traceable.
+        """The whole sum, and int32[members, size or more] from the `row` of each member, int32[size]; traceable.
 
-        Rows travel with the smallest part whose elements are of their width: a message of their own takes nearly as
-        long as that part. It is the last one: something of all that came before goes into `WITNESS_WORD`, which is the
-        same in all rows if the sums are. Whoever has the rows as they were sent therefore has all of the sum: if a
-        collective is broken off, so are those after it.
+        Rows come last. A number in them is made of all the rest, so no compiler can send them before it, and whoever
+        has them as they were sent has the sum: if one collective is broken off, those after it are as well. But where
+        that raises they travel with the smallest part whose elements are of their width: a message of their own takes
+        nearly as long as that part.
         """
         fitting = [number for number, part in enumerate(parts) if part.dtype.itemsize == row.dtype.itemsize]
-        carrier = min(fitting, key=lambda number: parts[number].size, default=None)
+        carrier = min(fitting, key=lambda number: parts[number].size, default=None) if self._rides else None
         whole = [jax.lax.all_gather(part, AXIS, tiled=True) if i != carrier else part for i, part in enumerate(parts)]
-        row = row.at[WITNESS_WORD].set(_witness([array for i, array in enumerate(whole) if i != carrier]))
         if carrier is None:
-            return self._cut.leaves(whole), jax.lax.all_gather(row, AXIS)
+            seen = sum((array[0] != 0).astype(row.dtype) for array in whole)
+            return self._cut.leaves(whole), jax.lax.all_gather(jnp.append(row, seen), AXIS)
         part = parts[carrier]
         both = jax.lax.all_gather(jnp.concatenate([jax.lax.bitcast_convert_type(part, row.dtype), row]), AXIS)
         whole[carrier] = jax.lax.bitcast_convert_type(both[:, : part.size].reshape(-1), part.dtype)
@@ -199,13 +222,9 @@ class Exchange:
         return registers[self._plan.root]
 
 
-def _witness(arrays: Sequence[jax.Array]) -> jax.Array:
-    """int32[]: the bits of the first element of each array, together; 0 of none."""
-    witness = jnp.zeros((), jnp.int32)
-    for array in arrays:
-        first = array[0].real if jnp.iscomplexobj(array) else array[0]
-        word = {1: jnp.uint8, 2: jnp.uint16}.get(first.dtype.itemsize, jnp.uint32)
-        bits = jax.lax.bitcast_convert_type(first, word).astype(jnp.uint32).reshape(-1)  # two words of 64 bits
-        for index in range(bits.size):
-            witness ^= jax.lax.bitcast_convert_type(bits[index], jnp.int32)
-    return witness
+def _fixed(votes: np.ndarray) -> np.ndarray:
+    """Control vectors, int32[..., VOTE_SIZE], without what devices write into them."""
+    votes = votes.copy()
+    votes[..., MARKS_START:MARKS_STOP] = 0
+    votes[..., FLAGS_WORD] &= ~FINITE_BIT
+    return votes

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.membership.group import (
-    FINITE_BIT,
-    FLAGS_WORD,
-    MARKS_START,
     MAX_COUNT,
     MAX_JOINERS_PER_STEP,
     VOTE_SIZE,
-    WITNESS_WORD,
     Commit,
-    DamagedError,
     Differ,
     Fenced,
     Identity,
@@ -27,8 +21,6 @@ from elastic_train.membership.group import (
     View,
     Vote,
     judge,
-    read_votes,
-    signed,
 )
 
 property_test = settings(derandomize=True, deadline=None, max_examples=200)
@@ -53,7 +45,6 @@ votes = st.builds(
     num_bad=int31,
     first_bad=int31,
     joiners=st.lists(identities, max_size=MAX_JOINERS_PER_STEP).map(tuple),
-    witness=st.integers(-(2**31), 2**31 - 1),
 )
 
 
@@ -99,35 +90,6 @@ def test_a_vote_survives_packing(vote: Vote) -> None:
     assert len(row) == VOTE_SIZE
     assert all(-(2**31) <= number < 2**31 for number in row)
     assert Vote.unpack(row) == vote
-
-
-@given(votes, st.integers(0, VOTE_SIZE - 1), st.integers(0, 31))
-@property_test
-def test_a_changed_bit_is_noticed_unless_a_device_may_change_it(vote: Vote, word: int, bit: int) -> None:
-    row = vote.pack()
-    row[word] = signed(row[word] ^ 1 << bit)
-    if MARKS_START <= word <= WITNESS_WORD or (word == FLAGS_WORD and 1 << bit == FINITE_BIT):
-        Vote.unpack(row)
-        return
-    with pytest.raises(DamagedError):
-        Vote.unpack(row)
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=VOTE_SIZE, max_size=VOTE_SIZE) | st.just([0] * VOTE_SIZE))
-@property_test
-def test_what_was_in_memory_before_is_no_vote(row: list[int]) -> None:
-    with pytest.raises(DamagedError):
-        Vote.unpack(row)
-
-
-def test_votes_of_another_step_and_of_other_sums_are_not_read() -> None:
-    one, two = Vote(7, witness=3), Vote(8, witness=3)
-    assert read_votes([one.pack(), one.pack()], 8) == [one, one]
-    assert read_votes([one.pack(), two.pack()]) == [one, two]
-    with pytest.raises(DamagedError, match=r"steps \[8, 9\] arrived in step 8"):
-        read_votes([one.pack(), two.pack()], 8)
-    with pytest.raises(DamagedError, match="the same sum"):
-        read_votes([one.pack(), replace(one, witness=4).pack()], 8)
 
 
 @given(st.lists(identities, min_size=MAX_JOINERS_PER_STEP + 1, max_size=20).map(tuple))
