@@ -61,7 +61,7 @@ class Meeting:
     def __init__(self, devices: Sequence[Device], mine: Device) -> None:
         self.size = len(devices)
         self.mine = mine
-        self.block = 0, 0
+        self.block: tuple[int, int] = (0, 0)
         self._mesh = Mesh(np.array(devices, dtype=object), (AXIS,))
         self._split = NamedSharding(self._mesh, P(AXIS))
 
