@@ -41,7 +41,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     local = recipe.local
     state = local.initial
     inputs = local.place(0, 0, *recipe.read(0, 0))
-    unchecked = jax.jit(lambda *inputs: tuple(leaf[None] for leaf in jax.tree.leaves(local._sums(*inputs))))
+    unchecked = jax.jit(lambda *inputs: tuple(leaf[None] for leaf in jax.tree.leaves(local._mathematics.sums(*inputs))))
 
     def shard_unchecked() -> Any:  # as `shard_sums` does it
         return unchecked(*state.arrays.values(), *inputs[1:])

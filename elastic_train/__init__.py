@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elastic_train.data.source import TokenSource as TokenSource
     from elastic_train.plain import main as main
     from elastic_train.state import TrainState as TrainState
-    from elastic_train.step.local import WeightedSum as WeightedSum
+    from elastic_train.step.mathematics import WeightedSum as WeightedSum
     from elastic_train.trainer import MembersChanged as MembersChanged
     from elastic_train.trainer import Recovered as Recovered
     from elastic_train.trainer import StepCommitted as StepCommitted
@@ -33,7 +33,7 @@ _HOMES = {
     "load_params": "checkpoint.weights",
     "main": "plain",
     "TrainState": "state",
-    "WeightedSum": "step.local",
+    "WeightedSum": "step.mathematics",
     "MembersChanged": "trainer",
     "Recovered": "trainer",
     "StepCommitted": "trainer",

@@ -36,7 +36,7 @@ from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Alone, Group
 from elastic_train.recipe import Recipe
 from elastic_train.state import params_sha256, state_sha256
-from elastic_train.step.local import leaf_kinds_of
+from elastic_train.step.model import leaf_kinds_of
 from elastic_train.telemetry import saves
 from elastic_train.telemetry.phase_times import PhaseTimes
 from elastic_train.telemetry.progress import Display

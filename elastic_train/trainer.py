@@ -5,8 +5,8 @@ What happens in a run, and where it is written:
 1. `recipe.Recipe`: the model is built, the local programs are compiled, the data are opened.
 2. `training.Training.run`: an epoch begins (`recovery.py`, `membership/reconcile.py`, `membership/heal.py`), then
    steps follow.
-3. `step/commit.py`: one step. Local gradients (`step/local.py`), the exchange (`step/reduce.py`), the barrier and its
-   verdict (`membership/live.py`, `membership/group.py`), the update.
+3. `step/commit.py`: one step. Local gradients (`step/local.py`, which compiles `step/mathematics.py`), the exchange
+   (`step/reduce.py`), the barrier and its verdict (`membership/live.py`, `membership/group.py`), the update.
 4. `step/evaluate.py`: evaluation, after the steps that `eval_every` names and after the last.
 """
 
@@ -27,7 +27,7 @@ from elastic_train.config import Config
 from elastic_train.data.source import DataSource
 from elastic_train.membership.group import View
 from elastic_train.state import TrainState
-from elastic_train.step.local import WeightedSum
+from elastic_train.step.mathematics import WeightedSum
 
 Batch = Mapping[str, jax.Array]
 PerSample = jax.Array

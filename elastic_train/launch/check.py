@@ -160,7 +160,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         )
     resume = None
     if request.run_dir is not None:
-        from elastic_train.step.local import leaf_kinds_of
+        from elastic_train.step.model import leaf_kinds_of
 
         run_dir, kinds = Path(request.run_dir), partial(leaf_kinds_of, trainer, config)
         resume = plan(run_dir, request.resume, config.checkpoint, to_values(config), kinds)

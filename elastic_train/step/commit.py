@@ -20,7 +20,8 @@ from elastic_train.membership.live import Group
 from elastic_train.state import TrainState, failure_of
 from elastic_train.step.flat import Sums
 from elastic_train.step.kept import Kept
-from elastic_train.step.local import Inputs, LocalProgram, Marks
+from elastic_train.step.local import Inputs, LocalProgram
+from elastic_train.step.mathematics import Marks
 from elastic_train.step.plan import Node, fold, partials, run_of
 
 

@@ -157,35 +157,6 @@ def _inside(node: Node, start: int, stop: int) -> list[Node]:
     return _inside(Node(node.start, middle), start, stop) + _inside(Node(middle, node.stop), start, stop)
 
 
-def most_partials(num_shards: int) -> int:
-    """The largest number of partials that a member can have, whatever the number of members.
-
-    >>> [most_partials(num_shards) for num_shards in (1, 4, 8, 32)]
-    [1, 1, 2, 4]
-    """
-    most = 1
-    # With half as many members as shards or more, runs are single shards and pairs that are a subtree each.
-    for members in range(1, (num_shards + 1) // 2):
-        if _most_in_any_run(-(-num_shards // members)) <= most:
-            break  # the runs of more members are no longer
-        runs = [run_of(num_shards, members, rank) for rank in range(members)]
-        most = max(most, *(len(partials(run.start, run.stop, num_shards)) for run in runs))
-    return most
-
-
-def _most_in_any_run(size: int) -> int:
-    """No run of `size` shards, wherever it lies, has more partials: their sizes are powers of two (all but the last
-    one's in a run that ends with the batch), ascend and then descend, and each occurs on either side once at the most.
-
-    >>> [_most_in_any_run(size) for size in (1, 2, 3, 4, 6, 9, 10)]
-    [1, 2, 2, 3, 4, 4, 5]
-    """
-    number = smallest = 0
-    while (smallest := smallest + (1 << number // 2)) <= size:  # 1 + 1 + 2 + 2 + 4 + 4 + …
-        number += 1
-    return number
-
-
 def finish(num_shards: int, num_members: int) -> Plan:
     """The plan for one number of members."""
     runs = [run_of(num_shards, num_members, rank) for rank in range(num_members)]

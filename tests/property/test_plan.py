@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.step.plan import Node, evaluate, finish, fold, most_partials, partials, reusable, run_of, split
+from elastic_train.step.memory import most_partials
+from elastic_train.step.plan import Node, evaluate, finish, fold, partials, reusable, run_of, split
 
 MAX_SHARDS = 32
 SPECIAL = np.array(
@@ -72,7 +73,7 @@ def test_most_partials_looks_at_few_runs(monkeypatch: pytest.MonkeyPatch) -> Non
         looked.append(start)
         return partials(start, stop, num_shards)
 
-    monkeypatch.setattr("elastic_train.step.plan.partials", counting)
+    monkeypatch.setattr("elastic_train.step.memory.partials", counting)
     assert [most_partials(num_shards) for num_shards in (1000, 4096, 10_000)] == [9, 13, 13]
     assert len(looked) < 2000
 

@@ -11,8 +11,7 @@ from flax import nnx
 
 import elastic_train as et
 from elastic_train.recipe import Recipe
-from elastic_train.step import local
-from elastic_train.step.local import states_with_room
+from elastic_train.step import memory
 
 WIDTH = 200
 
@@ -51,22 +50,6 @@ def test_there_is_one_state_and_no_second_set_of_parameters():
         recipe.close()
 
 
-@pytest.mark.parametrize(
-    ("num_partials", "room_bytes", "num_states"),
-    [
-        (1, 3 * 100 + 4 * 10, 3),
-        (1, 3 * 100 + 4 * 10 - 1, 2),
-        (1, 2 * 100 + 4 * 10 - 1, 1),
-        (2, 3 * 100 + 4 * 10, 2),  # a second partial sum takes as much again, but for what they add up to
-        (2, 3 * 100 + 7 * 10, 3),
-        (2, 2 * 100 + 7 * 10 - 1, 1),
-        (1, 0, 1),  # where a device does not say how much it has
-    ],
-)
-def test_states_have_room_beside_all_partial_sums_that_a_member_may_bring(num_partials, room_bytes, num_states):
-    assert states_with_room(100, 10, num_partials, room_bytes) == num_states
-
-
 class Accelerator:
     """A device that does not say how much memory it has."""
 
@@ -84,7 +67,7 @@ def test_how_many_partial_sums_a_member_may_bring_follows_from_the_settings(monk
     recipe = Recipe(Wide(et.Config(**settings)), jax.local_devices()[0])
     try:
         monkeypatch.setattr(recipe.local, "_device", Accelerator())
-        monkeypatch.setattr(local, "states_with_room", lambda state, sums, num_partials, room: num_partials)
+        monkeypatch.setattr(memory, "states_with_room", lambda state, sums, num_partials, room: num_partials)
         assert recipe.local._states_with_room() == num_partials
     finally:
         recipe.close()
