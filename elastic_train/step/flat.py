@@ -105,7 +105,9 @@ class Packing:
             else:
                 strings.setdefault((str(leaf.dtype), layout.checked[i]), []).append(i)
         self._groups += [strings[key] for key in sorted(strings)]
-        self.places = {i: (number, start) for number, group in enumerate(self._groups) for i, start in self._in(group)}
+        self.places = {
+            i: (number, start) for number, group in enumerate(self._groups) for i, start in _placed(group, self._sizes)
+        }
         arrays = [
             layout.leaves[group[0]]
             if len(group) == 1
@@ -114,10 +116,6 @@ class Packing:
         ]
         weight = None if layout.weight is None else self.places[layout.weight][0]
         self.packed = Layout(arrays, [layout.checked[group[0]] for group in self._groups], weight)
-
-    def _in(self, group: Sequence[int]) -> list[tuple[int, int]]:
-        ends = itertools.accumulate(self._sizes[i] for i in group)
-        return [(i, end - self._sizes[i]) for i, end in zip(group, ends, strict=True)]
 
     def pack(self, leaves: Sums) -> Sums:
         """The arrays of leaves [1, ...]; traceable."""
@@ -141,8 +139,9 @@ class Packing:
 class Cut:
     """A partial sum in pieces, each of which is cut into equal parts, one for each member.
 
-    A large leaf is a piece, if it can be cut evenly. The others are strung together, one piece for each dtype, and
-    padded with zeros.
+    A large array is a piece, if it can be cut evenly. The others are strung together, one piece for each dtype, and
+    padded with zeros. `Packing` leaves several of a dtype: what must be finite, what need not, the weight, and large
+    ones that cannot be cut evenly. Fewer pieces are fewer messages.
 
     Args:
       layout: of a partial sum.
@@ -152,19 +151,16 @@ class Cut:
 
     def __init__(self, layout: Layout, num_parts: int, large_bytes: int = LARGE_BYTES) -> None:
         self._layout, self._num_parts = layout, num_parts
-        leaves = layout.leaves
-        self._sizes = [math.prod(leaf.shape) for leaf in leaves]
-
-        def is_piece(i: int) -> bool:
-            return self._sizes[i] * leaves[i].dtype.itemsize >= large_bytes and self._sizes[i] % num_parts == 0
-
-        self._pieces = [[i] for i in range(len(leaves)) if is_piece(i)]
-        for name in sorted({str(leaf.dtype) for leaf in leaves}):
-            small = [
-                i for i, leaf in enumerate(leaves) if str(leaf.dtype) == name and not is_piece(i) and self._sizes[i]
-            ]
-            # What is checked comes first, so that one number says where it ends.
-            self._pieces += [sorted(small, key=lambda i: not layout.checked[i])] if small else []
+        self._sizes = [math.prod(leaf.shape) for leaf in layout.leaves]
+        large: list[list[int]] = []
+        strings: dict[str, list[int]] = {}
+        for i, (leaf, size) in enumerate(zip(layout.leaves, self._sizes, strict=True)):
+            if size * leaf.dtype.itemsize >= large_bytes and size % num_parts == 0:
+                large.append([i])
+            elif size:
+                strings.setdefault(str(leaf.dtype), []).append(i)
+        # What is checked comes first, so that one number says where it ends.
+        self._pieces = large + [sorted(strings[name], key=lambda i: not layout.checked[i]) for name in sorted(strings)]
 
     def pieces(self, leaves: Sums) -> list[jax.Array]:
         """array[parts, size] each; traceable."""
@@ -185,11 +181,9 @@ class Cut:
             None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._layout.leaves
         ]
         for piece, vector in zip(self._pieces, pieces, strict=True):
-            start = 0
-            for i in piece:
+            for i, start in _placed(piece, self._sizes):
                 values = jax.lax.slice(vector, (start,), (start + self._sizes[i],))
                 found[i] = values.reshape(self._layout.leaves[i].shape)
-                start += self._sizes[i]
         return tuple(found)
 
     def part_is_finite(self, parts: Sequence[jax.Array], number: jax.Array | int) -> jax.Array:
@@ -207,3 +201,9 @@ class Cut:
                 is_checked = jnp.arange(part.size, dtype=jnp.uint32) < jnp.array(inside, jnp.uint32)[number]
                 fine = fine & jnp.all(jnp.isfinite(part) | ~is_checked)
         return fine
+
+
+def _placed(group: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """The leaves of a group, and where each begins when they are strung together; `sizes` are those of all leaves."""
+    ends = itertools.accumulate(sizes[i] for i in group)
+    return [(i, end - sizes[i]) for i, end in zip(group, ends, strict=True)]
