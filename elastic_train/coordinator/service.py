@@ -410,9 +410,11 @@ class Coordinator:
 
     def _note_stall(self) -> None:
         """Says who is where if no step has committed for long, and looks again later."""
+        if self._ending.end is not None:
+            return
         quiet_s = self._reports.quiet_s
         view = self.roster.view
-        if view.members and self._ending.end is None and quiet_s >= self._stall_note_s:
+        if view.members and quiet_s >= self._stall_note_s:
             phases = self._reports.phases(view)
             where = ", ".join(f"slot {slot} in {phase or 'no phase yet'}" for slot, phase in phases.items())
             self._note(

@@ -22,7 +22,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from elastic_train.config import FaultConfig
+from elastic_train.config import REPORT_INTERVAL_S, FaultConfig
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.client import Link
 from elastic_train.coordinator.service import Coordinator
@@ -579,6 +579,19 @@ def test_a_quiet_job_says_where_everybody_is() -> None:
         assert "the last is 12. Now: slot 0 in exchange, slot 1 in no phase yet." in shown
     finally:
         job.close()
+
+
+def test_a_job_that_has_ended_may_be_quiet() -> None:
+    """Whoever comes is still answered, and nobody looks for a standstill any more."""
+    job = Job(stall_note_s=0.1)
+    job.answers[r.Ready] = lambda _: [r.End(130, "stopped", "stopped before training began")]
+    job.link(1).ready({})
+    assert job.coordinator.wait(PATIENCE_S) is not None
+    time.sleep(2 * REPORT_INTERVAL_S)  # the last look at the members is over, too
+    answered = threading.Event()
+    job.coordinator._loop.post(answered.set)
+    assert answered.wait(PATIENCE_S)
+    job.close()  # which would wait for ever if that had failed
 
 
 def test_a_group_that_forms_late_has_not_been_quiet(job: Job) -> None:
