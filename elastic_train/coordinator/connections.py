@@ -16,12 +16,14 @@ class Connections:
     Attributes:
       workers: by node, those of workers that were living when they said hello.
       none: set while nobody is connected; may be waited for in any thread.
+      closed: this end has closed all: that one ends is no news any more.
     """
 
     def __init__(self) -> None:
         self.workers: dict[int, Stream] = {}
         self.none = threading.Event()
         self.none.set()
+        self.closed = False
         self._identities: dict[Stream, Identity] = {}
         self._streams: dict[Identity, Stream] = {}
         self._agents: dict[str, Stream] = {}
@@ -30,6 +32,7 @@ class Connections:
 
     def close(self) -> None:
         """Ends all of them."""
+        self.closed = True
         for stream in (*self._identities, *self._agents.values()):
             stream.close()
 
