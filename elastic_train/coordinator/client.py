@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-import time
 import traceback as traceback_module
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
-from elastic_train.config import REPORT_INTERVAL_S
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
+from elastic_train.coordinator.outbox import Outbox
 from elastic_train.errors import ElasticTrainError, as_utf8
 from elastic_train.membership.group import Identity, View
 from elastic_train.telemetry.phase_times import PhaseTimes
@@ -23,9 +21,7 @@ if TYPE_CHECKING:
     from elastic_train.checkpoint.saves import Save
 
 HELLO_TIMEOUT_S = 30.0
-RECORDS_INTERVAL_S = 0.05
 CLOSE_TIMEOUT_S = 2.0
-MAX_RECORDS_PER_MESSAGE = 256
 
 
 class _Call(Protocol):
@@ -33,22 +29,6 @@ class _Call(Protocol):
 
     def __iter__(self) -> Iterator[control_pb2.ToWorker]: ...
     def cancel(self) -> bool: ...
-
-
-class _Place(NamedTuple):
-    """Where this worker is. `beats` counts how often it has said so."""
-
-    phase: str = ""
-    step: int = 0
-    beats: int = 0
-
-
-class _Work(NamedTuple):
-    """What this worker has done by itself so far."""
-
-    seconds: float = 0.0
-    num_shards: int = 0
-    num_steps: int = 0
 
 
 def _ignore(_: object) -> None:
@@ -107,19 +87,9 @@ class Link:
         self._channel = security.open_channel(address, keepalive_s, tls)
         # Guards all below, and tells of changes in both directions.
         self._changed = threading.Condition()
-        self._messages: deque[control_pb2.FromWorker] = deque()
-        self._unacknowledged: deque[tuple[int, str]] = deque()
-        self._records: list[str] = []
-        self._records_due = 0.0
-        self._recorded_step = 0
-        self._place = _Place()
-        self._work = _Work()
-        self._report_due = 0.0
-        self._report_interval_s = REPORT_INTERVAL_S
-        self._welcome = False
+        self._outbox = Outbox(self._changed)
         self._formed: View | None = None
         self._lost: str | None = None
-        self._closing = False
         self._call: _Call | None = None
         self._reader: threading.Thread | None = None
 
@@ -134,15 +104,15 @@ class Link:
             versions=versions,
             generation=self.generation,
         )
-        self._messages.appendleft(control_pb2.FromWorker(hello=hello))
+        self._outbox.put_first(control_pb2.FromWorker(hello=hello))
         stub = control_pb2_grpc.ControlStub(self._channel)
-        call = stub.Worker(self._outgoing(), metadata=self._metadata, wait_for_ready=True)
+        call = stub.Worker(self._outbox.outgoing(), metadata=self._metadata, wait_for_ready=True)
         self._call = call
         self._reader = threading.Thread(target=self._read, args=(call,), name="control-read", daemon=True)
         self._reader.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._welcome or self._lost is not None, HELLO_TIMEOUT_S)
-            if self._welcome:
+            self._changed.wait_for(lambda: self._outbox.is_open or self._lost is not None, HELLO_TIMEOUT_S)
+            if self._outbox.is_open:
                 return
             reason = self._lost or f"no answer within {HELLO_TIMEOUT_S:g} s"
         self.close()
@@ -153,12 +123,12 @@ class Link:
     def ready(self, schema: Mapping[str, str], start_s: Mapping[str, float] | None = None) -> None:
         """Everything slow is done: this worker could join at once. `schema` says what it runs; see
         `membership.schema`. `start_s`: what its start took, by part."""
-        self._send(control_pb2.FromWorker(ready=control_pb2.Ready(schema=schema, start_s=start_s)))
+        self._outbox.put(control_pb2.FromWorker(ready=control_pb2.Ready(schema=schema, start_s=start_s)))
 
     def noted(self, event: str, show: str, **fields: object) -> None:
         """A line for the events, and one for the display. `fields` hold JSON."""
         noted = control_pb2.Noted(event=event, fields=json.dumps(fields), show=show)
-        self._send(control_pb2.FromWorker(noted=noted))
+        self._outbox.put(control_pb2.FromWorker(noted=noted))
 
     def viewed(
         self,
@@ -178,7 +148,7 @@ class Link:
             step=step,
             time=time,
         )
-        self._send(control_pb2.FromWorker(view=changed))
+        self._outbox.put(control_pb2.FromWorker(view=changed))
 
     def record(self, record: Mapping[str, object], flush: bool = False, send: bool = True) -> None:
         """Keeps the record of a committed step until the coordinator has it on disk.
@@ -188,50 +158,38 @@ class Link:
           flush: send it now instead of with others within 50 ms.
           send: whether this member is the lowest. The others keep their records, in case it dies.
         """
-        step = record["step"]
-        if not isinstance(step, int):
-            raise TypeError(f"a record needs an integer `step`; got {step!r}")
-        text = json.dumps(record)
-        with self._changed:
-            self._recorded_step = step
-            self._unacknowledged.append((step, text))
-            if send:
-                self._queue_records([text], 0.0 if flush else RECORDS_INTERVAL_S)
+        self._outbox.record(record, flush, send)
 
     def pending_records(self) -> list[str]:
         """Records, as JSON, that the coordinator may not have on disk, oldest first."""
-        with self._changed:
-            return [text for _, text in self._unacknowledged]
+        return self._outbox.pending_records()
 
     def restore(self, records: Sequence[str]) -> None:
         """Keeps the records of the worker whose state this one has; see `pending_records`."""
-        with self._changed:
-            self._unacknowledged.extend((json.loads(text)["step"], text) for text in records)
+        self._outbox.restore(records)
 
     @property
     def num_unacknowledged(self) -> int:
         """How many records are kept because the coordinator may not have them on disk."""
-        return len(self._unacknowledged)
+        return self._outbox.num_unacknowledged
 
     def resend(self) -> None:
         """Sends all unacknowledged records (again): this member is the lowest now."""
-        with self._changed:
-            self._records.clear()
-            self._queue_records([text for _, text in self._unacknowledged], 0.0)
+        self._outbox.resend()
 
     def saved(self, save: Save) -> None:
         """A save has ended."""
         message = control_pb2.Saved(step=save.step, json=json.dumps(dataclasses.asdict(save)))
-        self._send(control_pb2.FromWorker(saved=message))
+        self._outbox.put(control_pb2.FromWorker(saved=message))
 
     def loaded(self, step: int, samples: int, path: str, seconds: float) -> None:
         """This member has the state out of a checkpoint."""
         loaded = control_pb2.Loaded(step=step, samples=samples, path=path, seconds=seconds)
-        self._send(control_pb2.FromWorker(loaded=loaded))
+        self._outbox.put(control_pb2.FromWorker(loaded=loaded))
 
     def set_aside(self, text: str) -> None:
         """A checkpoint was found damaged."""
-        self._send(control_pb2.FromWorker(set_aside=control_pb2.SetAside(text=as_utf8(text))))
+        self._outbox.put(control_pb2.FromWorker(set_aside=control_pb2.SetAside(text=as_utf8(text))))
 
     @property
     def save_requested(self) -> int:
@@ -242,18 +200,16 @@ class Link:
         """Notes what this worker does now and how many steps it has committed; -1 says nothing of them. Costs next
         to nothing. Whoever does one thing for long says so again with each part that is done."""
         self.times.enter(name)
-        place = self._place
-        self._place = _Place(name, place.step if step < 0 else step, place.beats + 1)
+        self._outbox.phase(name, step)
 
     def worked(self, seconds: float, num_shards: int) -> None:
         """Notes that this worker's own part of a step, so many shards, has taken so long. Costs next to nothing."""
-        work = self._work
-        self._work = _Work(work.seconds + seconds, work.num_shards + num_shards, work.num_steps + 1)
+        self._outbox.worked(seconds, num_shards)
 
     def failed(self, step: int, fatal: bool, startup: bool, traceback: str) -> None:
         """User code raised. `fatal`: this worker leaves because of it."""
         failed = control_pb2.Failed(step=step, fatal=fatal, startup=startup, traceback=as_utf8(traceback))
-        self._send(control_pb2.FromWorker(failed=failed))
+        self._outbox.put(control_pb2.FromWorker(failed=failed))
 
     def finished(
         self,
@@ -276,13 +232,11 @@ class Link:
             result=json.dumps(result),
             message=as_utf8(message),
         )
-        self._send(control_pb2.FromWorker(finished=finished))
+        self._outbox.put(control_pb2.FromWorker(finished=finished))
 
     def close(self) -> None:
         """Sends what is queued, then ends the connection; gives up after 2 s."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._outbox.close()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(CLOSE_TIMEOUT_S)
         self._channel.close()
@@ -332,8 +286,8 @@ class Link:
             reason = f"handling a message of the coordinator failed:\n{traceback_module.format_exc()}"
         with self._changed:
             self._lost = reason
-            expected = self._closing or self.stopped_now.is_set() or not self._welcome
-            self._changed.notify_all()
+            expected = self._outbox.is_closing or self.stopped_now.is_set() or not self._outbox.is_open
+            self._outbox.drop()
         if not expected:
             self.on_lost(reason)
 
@@ -342,8 +296,7 @@ class Link:
         with self._changed:
             match kind:
                 case "welcome":
-                    self._welcome = True
-                    self._report_interval_s = message.welcome.report_interval_s
+                    self._outbox.open(message.welcome.report_interval_s)
                     self._save_state(message.welcome.save_state)
                     self._save_asked = message.welcome.save_asked.number
                 case "save_state":
@@ -361,8 +314,7 @@ class Link:
                     if message.stop.now:
                         self.stopped_now.set()
                 case "ack":
-                    while self._unacknowledged and self._unacknowledged[0][0] <= message.ack.step:
-                        self._unacknowledged.popleft()
+                    self._outbox.acknowledged(message.ack.step)
             self._changed.notify_all()
         if kind == "abort":
             for node in message.abort.nodes:
@@ -379,61 +331,3 @@ class Link:
     def _save_state(self, state: control_pb2.SaveState) -> None:
         self.saved_step, self._ended_step, self._save_answered = state.saved_step, state.ended_step, state.answered
         self.has_checkpoints = state.has_checkpoints
-
-    # The sending thread (gRPC's own) --------------------------------------------------------------
-
-    def _send(self, message: control_pb2.FromWorker) -> None:
-        with self._changed:
-            self._messages.append(message)
-            self._changed.notify_all()
-
-    def _queue_records(self, records: list[str], delay_s: float) -> None:
-        due = time.monotonic() + delay_s
-        if not self._records or due < self._records_due:
-            self._records_due = due
-            self._changed.notify_all()
-        self._records += records
-
-    def _outgoing(self) -> Iterator[control_pb2.FromWorker]:
-        while (message := self._next_message()) is not None:
-            yield message
-
-    def _next_message(self) -> control_pb2.FromWorker | None:
-        """Waits for the next message to send; None when all is sent after `close`, or the link is lost."""
-        with self._changed:
-            while self._lost is None:
-                now = time.monotonic()
-                # Records come before messages that were sent after them; hello comes before everything.
-                hurry = self._closing or (bool(self._messages) and self._welcome)
-                if self._records and self._welcome and (hurry or now >= self._records_due):
-                    return self._progress(self._take_records())
-                if self._messages:
-                    return self._messages.popleft()
-                if self._closing:
-                    return None
-                if self._welcome and now >= self._report_due:
-                    return self._progress([])
-                wait_s = self._report_due - now if self._welcome else self._report_interval_s
-                if self._records and self._welcome:
-                    wait_s = min(wait_s, self._records_due - now)
-                self._changed.wait(wait_s)
-        return None
-
-    def _take_records(self) -> list[str]:
-        taken = self._records[:MAX_RECORDS_PER_MESSAGE]
-        del self._records[:MAX_RECORDS_PER_MESSAGE]
-        return taken
-
-    def _progress(self, records: list[str]) -> control_pb2.FromWorker:
-        self._report_due = time.monotonic() + self._report_interval_s
-        place, work = self._place, self._work
-        progress = control_pb2.Progress(
-            step=max(place.step, self._recorded_step),
-            phase=place.phase,
-            records=records,
-            beats=place.beats,
-            work_s=work.seconds,
-            num_shards=work.num_shards,
-            num_worked_steps=work.num_steps,
-        )
-        return control_pb2.FromWorker(progress=progress)
