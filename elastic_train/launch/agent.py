@@ -5,12 +5,11 @@ It decides nothing, and imports no jax: a process that holds no accelerator can 
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -23,17 +22,11 @@ import grpc
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.security import PLAIN, Tls, open_channel
 from elastic_train.errors import as_utf8
-from elastic_train.launch import carried
-from elastic_train.launch.environment import (
-    CHANNEL_VARIABLE,
-    RESTORE_VARIABLE,
-    STARTED_VARIABLE,
-    STATE_VARIABLE,
-    JaxRuntime,
-)
+from elastic_train.launch.environment import JaxRuntime
 from elastic_train.launch.processes import Exit, WorkerProcesses
 from elastic_train.launch.relay import Relay
 from elastic_train.launch.spares import Spares
+from elastic_train.launch.starts import EnvironmentOf, Starts
 from elastic_train.membership.group import Identity
 
 SAY_S = 2.0
@@ -47,8 +40,6 @@ FAREWELL_LIMIT_S = 2.0
 
 CANNOT_START = 127
 """Exit code reported for a worker whose process could not be started, as a shell does."""
-
-EnvironmentOf = Callable[[Identity, JaxRuntime], Mapping[str, str]]
 
 
 class _Stream(Protocol):
@@ -127,14 +118,12 @@ class Agent:
         self._open_channel = partial(open_channel, coordinator_address, keepalive_s, tls)
         self._hello = control_pb2.AgentHello(host=host, slots=list(slots), id=uuid4().hex, spare=spare)
         self._handover_s = handover_s
-        self._states: dict[int, int] = {}  # by slot: memory for a state; see `launch.carried`
-        self._environment = environment
         self._patience_s = patience_s
         self._rejoin = rejoin
         self._on_note = on_note
         self._outgoing: queue.SimpleQueue[control_pb2.FromAgent | None] = queue.SimpleQueue()
         self._workers = WorkerProcesses(command, log_dir, self._report_start, self._report_exit)
-        self._warm = warm
+        self._starts = Starts(self._workers, environment, warm)
         self._relay: Relay | None = None
         self._jax: JaxRuntime | None = None
         # Guards what follows.
@@ -198,15 +187,10 @@ class Agent:
     def _run(self) -> None:
         try:
             try:
-                if self._warm is not None:
-                    self._warm.start()
+                self._starts.open()
                 end = self._serve()
             finally:
-                for descriptor in self._states.values():
-                    os.close(descriptor)
-                self._states.clear()
-                if self._warm is not None:
-                    self._warm.close()
+                self._starts.close()
         except BaseException as error:
             self._end.set_exception(error)
         else:
@@ -328,44 +312,20 @@ class Agent:
         if leaving:  # it did not know that yet
             self._report_exit(identity, Exit(0, "", time.time()))
             return
+        if identity.slot not in self._hello.slots:  # it came with a job that has grown
+            self._hello.slots.append(identity.slot)
+            self._hello.spare -= 1
         try:
-            descriptor = self._state_of(identity.slot)
-            if not restore:
-                carried.discard(descriptor)
-            told = {STATE_VARIABLE: str(descriptor), RESTORE_VARIABLE: "1" if restore else "0"}
-            told[STARTED_VARIABLE] = str(time.monotonic())
-            self._start_process(identity, {**self._environment(identity, self._jax), **told}, descriptor)
+            self._starts.start(identity, self._jax, restore)
         except OSError:
             # The coordinator's budget of restarts decides what becomes of it, as of any other failed start.
             self._report_exit(identity, Exit(CANNOT_START, traceback.format_exc(), time.time()))
 
-    def _start_process(self, identity: Identity, environment: dict[str, str], descriptor: int) -> None:
-        if self._warm is None:
-            self._workers.start(identity, environment, [descriptor])
-            return
-        process = self._warm.take(environment, {STATE_VARIABLE: descriptor}, self._workers.log(identity))
-        if process is not None:
-            self._workers.adopt(identity, process)
-            return
-        with self._warm.watch() as channel:
-            told = {CHANNEL_VARIABLE: str(channel.fileno())}
-            self._workers.start(identity, environment | told, [descriptor, channel.fileno()])
-
-    def _state_of(self, slot: int) -> int:
-        """The memory for a slot's state. A slot that is new here came with a job that has grown."""
-        if slot not in self._states:
-            self._states[slot] = carried.create(slot)
-            if slot not in self._hello.slots:
-                self._hello.slots.append(slot)
-                self._hello.spare -= 1
-        return self._states[slot]
-
     def _describe_states(self) -> None:
         """Says in the next hello which states are here."""
         del self._hello.carried[:]
-        for slot, descriptor in sorted(self._states.items()):
-            if (found := carried.description(descriptor)) is not None:
-                self._hello.carried.add(slot=slot, step=found["step"], epoch=found["epoch"])
+        for state in self._starts.states():
+            self._hello.carried.add(**state._asdict())
 
     def _say_farewell(self, call: _Stream) -> None:
         """Lets the coordinator read the exits that were just reported."""
