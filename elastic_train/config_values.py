@@ -79,7 +79,8 @@ def describe(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_quote(NONE) if arm is NoneType else describe(arm) for arm in arguments)
     if origin is Literal:
-        return "one of " + ", ".join(str(choice) for choice in arguments)
+        named = [str(choice) for choice in arguments if choice != ""]
+        return ("one of " if len(named) > 1 else "") + ", ".join(named) + (", or empty" if "" in arguments else "")
     if origin is tuple and arguments[-1] is ...:
         return f"a list, each item {describe(arguments[0])}"
     if origin is tuple:
@@ -95,7 +96,7 @@ def example(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return example(next(arm for arm in arguments if arm is not NoneType))
     if origin is Literal:
-        return write(annotation, arguments[0])
+        return write(annotation, next((choice for choice in arguments if choice != ""), arguments[0]))
     if origin is tuple and arguments[-1] is ...:
         return f"[{example(arguments[0])}, {example(arguments[0])}]"
     if origin is tuple:

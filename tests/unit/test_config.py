@@ -46,6 +46,7 @@ class RecipeConfig(Config):
     schedule: Schedule = Schedule.COSINE
     level: Level = Level.LOW
     dtype: Literal["float32", "bfloat16"] = "float32"
+    mode: Literal["", "fast", "small"] = ""
     bits: Literal[8, 16] = 8
     nesterov: bool = False
     text: str = ""
@@ -178,6 +179,8 @@ def test_unknown_table_in_a_file(tmp_path):
         ("schedule=linear", "one of cosine, constant"),
         ("level=1", "one of LOW, HIGH"),
         ("dtype=float64", "one of float32, bfloat16"),
+        ("exchange_dtype=float32", 'expected bfloat16, or empty; write for example --set exchange_dtype="bfloat16"'),
+        ("mode=x", 'expected one of fast, small, or empty; write for example --set mode="fast"'),
         ("widths=8,x", "a list, each item a whole number; write for example --set widths=[10, 10]"),
         ("kernel=1", "a list of 2: a whole number, a number"),
         ("widths=[1, ", "a list"),
