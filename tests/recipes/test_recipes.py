@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import re
 import sys
 import tomllib
 import typing
@@ -15,6 +16,7 @@ import pytest
 from flax import nnx
 
 import elastic_train as et
+from elastic_train import cli
 from elastic_train.data.source import read
 
 RECIPES = {
@@ -192,6 +194,23 @@ def test_gpt_settings_are_checked():
         gpt(heads=5)
     with pytest.raises(ValueError, match="attention = 'flash': use auto, xla or cudnn"):
         gpt(attention="flash")
+
+
+def test_the_commands_in_the_readme_can_be_typed_in_their_order(monkeypatch: pytest.MonkeyPatch):
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    commands = [command.split() for block in blocks for line in block.splitlines() for command in line.split("&&")]
+    activated = commands.index([".", ".venv/bin/activate"])
+    by_path = {"python3", ".venv/bin/pip", ".venv/bin/python"}
+    assert {command[0] for command in commands[:activated]} == by_path
+    assert {command[0] for command in commands[activated + 1 :]} == {"elastic-train", "python"}
+    understood: list[object] = []
+    monkeypatch.setattr(cli, "_perform", lambda command: understood.append(command) or 0)
+    for name, *argv in commands[activated + 1 :]:
+        if name == "elastic-train":
+            assert cli.main(argv) == 0
+        else:
+            understood.append(cli.parse_plain(argv[1:], prog=argv[0]))
+    assert len(understood) == len(commands) - activated - 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
