@@ -55,12 +55,18 @@ def _listing(root: places.Path) -> str:
         position = manifest.position
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
         remark = f"not finite: {', '.join(manifest.broken[:3])}" if manifest.broken else ""
-        size = f"{manifest.num_bytes / 1e6:.1f} MB"
+        size = _size(manifest.num_bytes)
         rows.append((str(step), str(position.samples), saved, size, str(len(position.workers)), remark))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"set aside: {path}" for path in places.damaged(root)]
     return "\n".join([str(root), *lines])
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 1e3:
+        return f"{num_bytes} B"
+    return f"{num_bytes / 1e3:.1f} kB" if num_bytes < 999_950 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def verification(run_dir: Path, step: int | None) -> tuple[bool, str]:
@@ -78,7 +84,7 @@ def _verification(root: places.Path, steps: list[int]) -> tuple[bool, str]:
     for number in steps:
         manifest, damages = find_damage(places.checkpoint(root, number))
         if manifest is not None and not damages:
-            lines.append(f"{number}: good ({len(manifest.files)} files, {manifest.num_bytes / 1e6:.1f} MB)")
+            lines.append(f"{number}: good ({len(manifest.files)} files, {_size(manifest.num_bytes)})")
             continue
         are_good = False
         lines.append(f"{number}: DAMAGED")

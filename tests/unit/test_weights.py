@@ -106,6 +106,16 @@ def test_listing_verifying_and_comparing(saved: tuple[Path, Net]) -> None:
         show.comparison(run_dir, None, None, None)
 
 
+def test_sizes_have_a_unit_in_which_they_are_not_nothing(saved: tuple[Path, Net]) -> None:
+    run_dir, _ = saved
+    num_bytes = places.read_manifest(places.Path(run_dir / "checkpoints" / "5")).num_bytes
+    assert 1e3 <= num_bytes < 1e5
+    assert f"  {num_bytes / 1e3:.1f} kB  " in show.listing(run_dir).splitlines()[2]
+    assert f" files, {num_bytes / 1e3:.1f} kB)" in show.verification(run_dir, 5)[1]
+    shown = {num_bytes: show._size(num_bytes) for num_bytes in (0, 999, 1000, 999_949, 999_950, 1_234_567, 14 * 10**9)}
+    assert list(shown.values()) == ["0 B", "999 B", "1.0 kB", "999.9 kB", "1.0 MB", "1.2 MB", "14000.0 MB"]
+
+
 def test_checkpoints_that_cannot_be_read_are_told_in_a_line(
     saved: tuple[Path, Net], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
