@@ -22,7 +22,8 @@ def live_status(run_dir: Path) -> dict[str, Any]:
     - `status`: running, done, stopped, failed or gave_up; "broken_off" if it has ended without saying how
     - `generation`, `epoch`, `step`, `total_steps` (None if unknown), `members` (slots)
     - `workers`: a list of `slot`, `pid`, `host`, `incarnation`, `state` (starting, warming, ready, member or dead),
-      `step`; from the coordinator also `shard_time_s`, the seconds its own work takes per shard, None if unknown
+      `step`; from the coordinator also `shard_time_s`, the seconds its own work takes per shard, None if unknown;
+      of a job that has ended also `state_at_end`, the last state before that: "dead" if it had died by then
 
     The coordinator is asked. If the job has ended, or nobody answers at its address, the files say what was
     last known, with all workers dead. If it is there but does not answer in time, their last known states.
@@ -66,9 +67,14 @@ def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any
     status = replay(read_lines(run_dir / "events.jsonl"), read_lines(run_dir / "ledger.jsonl"))
     job = _read_job(run_dir)
     if not is_alive:
-        for worker in status["workers"]:
-            worker["state"] = "dead"
+        _end_with_the_job(status["workers"])
     return _completed(status, "running" if is_alive else _end(run_dir), job)
+
+
+def _end_with_the_job(workers: Iterable[dict[str, Any]]) -> None:
+    for worker in workers:
+        worker.setdefault("state_at_end", worker["state"])
+        worker["state"] = "dead"
 
 
 def _completed(status: dict[str, Any], word: str, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,8 +113,7 @@ def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, An
                     workers[slot]["state"] = "member"
                     has_joined.add(slot)
         elif name == "end":
-            for worker in workers.values():
-                worker["state"] = "dead"
+            _end_with_the_job(workers.values())
         if name not in _STATES:
             continue
         slot, incarnation = event["slot"], event["incarnation"]
@@ -151,8 +156,13 @@ _WORDS = {"done": "finished", "gave_up": "gave up", "broken_off": "broken off"}
 
 
 def _state_for_people(worker: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    """Of a job that has ended, who took part to its end is no casualty."""
-    took_part = worker["state"] == "dead" and worker["step"] == status["step"]
+    """Of a job that has ended, neither who took part to its end is a casualty, nor who was still on the way."""
+    if status["status"] == "running":
+        return worker["state"]
+    at_end = worker.get("state_at_end", worker["state"])
+    if at_end in ("starting", "warming", "ready"):
+        return f"was {at_end}"
+    took_part = at_end == "member" or worker["step"] == status["step"] > 0
     return "finished" if took_part and status["status"] in ("done", "stopped") else worker["state"]
 
 

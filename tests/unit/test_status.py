@@ -102,6 +102,7 @@ def test_nobody_at_the_address(tmp_path, closed_address):
         "members": [],
         "workers": [
             {"slot": slot, "pid": 100 + slot, "host": "here", "incarnation": 0, "state": "dead", "step": 2}
+            | {"state_at_end": "member"}
             for slot in (0, 1)
         ],
     }
@@ -227,3 +228,26 @@ def test_workers_of_a_job_that_has_ended_are_no_casualties():
     head, _, _, first, second = text.splitlines()
     assert head == "finished: step 7/7, epoch 3, generation 0"
     assert "finished" in first and "dead" in second
+
+
+@pytest.mark.parametrize(("status", "taking_part"), [("stopped", "finished"), ("gave_up", "dead")])
+def test_workers_that_were_on_their_way_when_the_job_ended_are_no_casualties(status, taking_part):
+    events = [event(name, slot) for slot in range(5) for name in ("worker_starting", "worker_started")]
+    events += [event("worker_warming", slot) for slot in (0, 1, 2, 3)] + [event("worker_ready", s) for s in (0, 1, 2)]
+    events += [view(1, 0, 1), event("worker_died", 1, state="member"), view(2, 0)]
+    events += [{"event": "end", "time": 2.0}, *(event("worker_exited", slot) for slot in range(5))]
+    answer = replay(events, committed((3, [0, 1]), (5, [0])))
+    at_end = ["member", "dead", "ready", "warming", "starting"]
+    assert [worker["state_at_end"] for worker in answer["workers"]] == at_end
+    assert shown(answer, status) == [taking_part, "dead", "was ready", "was warming", "was starting"]
+
+
+def test_nobody_has_finished_who_never_took_part():
+    events = [event("worker_warming", 0), event("worker_warming", 1), event("worker_died", 1), {"event": "end"}]
+    assert shown(replay(events, []), "stopped") == ["was warming", "dead"]
+
+
+def shown(answer: dict[str, Any], status: str) -> list[str]:
+    """The column of states that a person reads."""
+    text = format_status({"status": status, **answer, "total_steps": 9, "members": []})
+    return [line.partition("  ")[2].strip().partition("  ")[0] for line in text.splitlines()[3:]]
