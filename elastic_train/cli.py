@@ -18,6 +18,7 @@ from elastic_train.checkpoint.resume import Mode
 from elastic_train.cli_options import RunDir, shown_as, whole
 from elastic_train.cli_reading import ReadingCommand, read_run
 from elastic_train.errors import ElasticTrainError, InterruptedByUser, UsageError
+from elastic_train.terminal import say
 
 if TYPE_CHECKING:
     from elastic_train.launch.options import JobOptions
@@ -263,7 +264,7 @@ def report_error(error: ElasticTrainError) -> int:
     from elastic_train.launch.check import CheckFailed
 
     if not isinstance(error, CheckFailed):  # that one has been printed where it happened
-        print(f"elastic-train: {error}", file=sys.stderr, flush=True)
+        say(f"elastic-train: {error}", sys.stderr)
     return error.exit_code
 
 
@@ -334,7 +335,7 @@ def _verify_faults(command: VerifyFaults) -> int:
     if command.json and verified.verdict is not None:
         print(json.dumps(verified.verdict.as_json()))
     else:
-        print(verified.text)
+        say(verified.text)
     return verified.exit_code
 
 
@@ -347,7 +348,7 @@ def _order(command: Stop | Save | Drain | Resize) -> int:
             print("the job stops after its next commit, and saves; once more stops it at once")
         case Save():
             step, path = calls.save(command.run_dir)
-            print(f"step {step}: {path}")
+            say(f"step {step}: {path}")
         case Drain():
             calls.drain(command.run_dir, command.worker)
             print(f"worker {command.worker} leaves after the next commit, and does not come back")

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from elastic_train.cli_options import RunDir, shown_as, whole
+from elastic_train.terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +177,13 @@ def read_run(command: ReadingCommand) -> int:
             from elastic_train.telemetry.status import format_status, live_status
 
             status = live_status(command.run_dir)
-            print(json.dumps(status) if command.json else format_status(status))
+            say(json.dumps(status) if command.json else format_status(status))
             return 0
         case Report():
             from elastic_train.telemetry.ended import report, write_page
 
             text = report(command.run_dir)
-            print(text)  # before the page is written, for which there may be no room
+            say(text)  # before the page is written, for which there may be no room
             write_page(command.run_dir, text)
             return 0
         case Checkpoint(action=action):
@@ -192,20 +193,20 @@ def read_run(command: ReadingCommand) -> int:
             from elastic_train.data.ledger_files import verify_run
 
             proof = verify_run(command.run_dir)
-            print(format_report(proof))
+            say(format_report(proof))
             return 0 if proof.proven else 1
         case Barriers():
             from elastic_train.telemetry.barriers import format_barriers, verify_barriers
 
             found = verify_barriers(command.run_dir)
-            print(format_barriers(found))
+            say(format_barriers(found))
             return 0 if found.proven else 1
         case Compare():
             from elastic_train.telemetry import compare
 
             one, other = compare.read_run(command.run_dir), compare.read_run(command.other_dir)
             comparison = compare.compare(one, other)
-            print(compare.format_comparison(comparison, one, other))
+            say(compare.format_comparison(comparison, one, other))
             return 0 if comparison.same else 1
 
 
@@ -214,18 +215,18 @@ def _checkpoint(action: Ls | Verify | Diff | Export) -> int:
 
     match action:
         case Ls():
-            print(show.listing(action.run_dir))
+            say(show.listing(action.run_dir))
         case Verify():
             are_good, text = show.verification(action.run_dir, action.step)
-            print(text)
+            say(text)
             return 0 if are_good else 1
         case Diff():
             is_same, text = show.comparison(action.run_dir, action.step, action.other_step, action.other_dir)
-            print(text)
+            say(text)
             return 0 if is_same else 1
         case Export():
             from elastic_train.checkpoint.weights import export_safetensors
 
             step = export_safetensors(action.run_dir, action.out, action.step)
-            print(f"{action.out}: the parameters after step {step}")
+            say(f"{action.out}: the parameters after step {step}")
     return 0

@@ -43,6 +43,7 @@ from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
 from elastic_train.telemetry.trackers import check_trackers, open_trackers
+from elastic_train.terminal import say
 from elastic_train.training import Result, Training, write_params
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ def _train(trainer: Trainer, run_dir: Path, name: str, mode: Mode, signals: Sign
             display.stop()
         records.event("end", status=ended["status"], exit_code=ended["exit_code"])
         summary = records.summary({**ended, "versions": versions()})
-    print(format_summary(summary, run_dir), flush=True)
+    say(format_summary(summary, run_dir))
     return ended["exit_code"]
 
 

@@ -36,6 +36,7 @@ from elastic_train.recovery import Held, Recovery
 from elastic_train.state import TrainState, key_path_leaves
 from elastic_train.step.commit import Outcome, Stepper
 from elastic_train.telemetry.leaves import write_leaves
+from elastic_train.terminal import say
 
 PAUSE_S = 0.2
 
@@ -65,11 +66,10 @@ def write_params(run_dir: Path, state: TrainState) -> None:
     try:
         write_leaves(run_dir, state.step, ((path, np.asarray(leaf)) for path, leaf in key_path_leaves(state.params)))
     except OSError as error:
-        print(
+        say(
             f"cannot describe the parameters in {run_dir}: {error}; the run is not affected, but `elastic-train "
             "compare` cannot tell by how much they differ from another run's",
-            file=sys.stderr,
-            flush=True,
+            sys.stderr,
         )
 
 

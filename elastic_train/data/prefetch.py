@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from elastic_train.data.source import DataError
+from elastic_train.terminal import say
 
 Result = TypeVar("Result")
 Shard = tuple[Mapping[str, np.ndarray], np.ndarray]
@@ -190,7 +191,7 @@ class Prefetcher:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(f"elastic_train: {text}", file=sys.stderr, flush=True)
+        say(f"elastic_train: {text}", sys.stderr)
 
     def _name(self, key: Hashable) -> str:
         return self._describe(*key) if isinstance(key, tuple) else "evaluation or opening"

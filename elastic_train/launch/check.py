@@ -22,6 +22,7 @@ from elastic_train.checkpoint.resume import Mode, Resume
 from elastic_train.config import ConfigError, FaultConfig
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.launch.bond import die_with_parent
+from elastic_train.terminal import say
 
 CHECK_LIMIT_S = 300.0
 """How long a recipe may take to import. Reading data belongs into its methods."""
@@ -188,7 +189,7 @@ def main() -> int:
     try:
         found = inspect_recipe(CheckRequest(**request))
     except UsageError as error:
-        print(f"elastic-train: {error}", file=sys.stderr)
+        say(f"elastic-train: {error}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -225,6 +225,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no message
     from elastic_train.errors import ElasticTrainError
     from elastic_train.launch import coordinating  # takes a second; the task comes later than that
+    from elastic_train.terminal import say
 
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read_orders, args=(orders,), name="orders", daemon=True).start()
@@ -235,7 +236,7 @@ def main() -> None:
         except ElasticTrainError as error:
             messages.send(refused={"message": str(error), "exit_code": error.exit_code})
         except Exception as error:
-            traceback.print_exc()
+            say(traceback.format_exc(), sys.stderr)
             messages.send(refused={"message": f"the coordinator failed: {error!r}", "exit_code": 1})
     messages.close()
 

@@ -33,6 +33,7 @@ from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
 from elastic_train.launch.spares import Spares
 from elastic_train.membership.group import Identity
 from elastic_train.telemetry.run_files import read_secret
+from elastic_train.terminal import say
 
 END_LIMIT_S = KILL_LIMIT_S + 10.0
 """How long an agent may take to end all its workers."""
@@ -118,7 +119,7 @@ def _watch(agent: Agent, signals: Signals) -> AgentEnd:
 
 
 def _say(text: str) -> None:
-    print(f"elastic-train: {text}", file=sys.stderr, flush=True)
+    say(f"elastic-train: {text}", sys.stderr)
 
 
 def job_settings(

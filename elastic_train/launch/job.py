@@ -32,6 +32,7 @@ from elastic_train.membership.group import Identity
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import prepare_run_directory
 from elastic_train.telemetry.run_files import read_object, read_secret
+from elastic_train.terminal import say
 
 END_NEWS_LIMIT_S = 10.0
 """How long the coordinator may take to tell of the job's end after it has told the agent."""
@@ -139,7 +140,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         end = _watch(job, agent, display, signals, conductor)
         if agent is not None:
             agent.wait(END_LIMIT_S)
-    print(end.text, flush=True)
+    say(end.text)
     return end.exit_code
 
 

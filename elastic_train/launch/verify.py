@@ -35,6 +35,7 @@ from elastic_train.telemetry.compare import compare, format_comparison, read_run
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
 from elastic_train.telemetry.records import is_run_directory
 from elastic_train.telemetry.run_files import read_summary
+from elastic_train.terminal import say
 
 CPU_WORKERS = 3
 """On CPU, if `--workers` is not given: one may be lost, and the others are still several."""
@@ -171,4 +172,4 @@ def _pace(run_dir: Path) -> Pace:
 
 
 def _say(text: str) -> None:
-    print(f"verify-faults: {text}", file=sys.stderr, flush=True)
+    say(f"verify-faults: {text}", sys.stderr)

@@ -10,6 +10,7 @@ from elastic_train.telemetry.json_files import write_atomically
 from elastic_train.telemetry.records import is_written
 from elastic_train.telemetry.report import format_summary
 from elastic_train.telemetry.run_files import read_summary, require_run_directory
+from elastic_train.terminal import harmless
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -49,7 +50,8 @@ def report(run_dir: Path) -> str:
 
 def write_page(run_dir: Path, text: str) -> None:
     """Writes what `report` has given to the run's report.html. Raises UsageError if it cannot be written."""
-    page = _PAGE.format(title=html.escape(f"Run {run_dir.resolve().name}"), text=html.escape(text))
+    title = f"Run {run_dir.resolve().name}"
+    page = _PAGE.format(title=html.escape(harmless(title)), text=html.escape(harmless(text)))
     try:
         write_atomically(run_dir / "report.html", page, 0o644)
     except OSError as error:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TextIO
 
+from elastic_train.terminal import harmless
+
 PLAIN_INTERVAL_S = 5.0
 """Least time between two plain lines, news of the members aside."""
 
@@ -61,7 +63,7 @@ class Display:
     def note(self, text: str) -> None:
         """Shows a message that stays, above the line that changes."""
         with self._lock:
-            self._surface.note(text)
+            self._surface.note(harmless(text))
 
     def update(self, snapshot: Mapping[str, Any]) -> None:
         """Shows the newest state.
@@ -123,7 +125,7 @@ class Display:
             parts.append(f"lost {snapshot['time_lost_s']:.1f} s")
         for name, value in snapshot.get("evaluation", {}).items():
             parts.append(f"eval_{name} {value:.4g}" if isinstance(value, float) else f"eval_{name} {value}")
-        return "  ".join(parts)
+        return harmless("  ".join(parts))
 
 
 class _Surface(Protocol):

@@ -183,6 +183,10 @@ def test_agent_without_a_secret(
     assert not (tmp_path / "x").exists()
 
 
+def test_an_error_gives_the_terminal_no_orders(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no\\x1b[2Jrun is no run directory" in refused(capsys, "status", "no\x1b[2Jrun")
+
+
 def test_status_of_no_run_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert str(tmp_path) in refused(capsys, "status", str(tmp_path))
 

@@ -6,6 +6,8 @@ import io
 import subprocess
 import sys
 
+import pytest
+
 from elastic_train.telemetry.progress import Display
 
 
@@ -122,6 +124,23 @@ def test_notes_and_an_early_end():
     display.stop()
     display.stop()
     assert stream.getvalue() == "worker 1 [died]\n"
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_what_a_terminal_would_take_for_orders_is_shown(monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO]):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = kind()
+    display = Display(stream, 3, 300)
+    display.start()
+    display.note('Traceback\n\tFile "x"\nValueError: \x1b]0;title\x07\x1b[2J\x9b1m\r over')
+    display.update({"step": 1, "evaluation": {"\x1b[31mred": 1.0, "kind": "\x08\x7f"}})
+    display.stop()
+    text = stream.getvalue()
+    assert "ValueError: \\x1b]0;title\\x07\\x1b[2J\\x9b1m\\r over" in text
+    assert "eval_\\x1b[31mred 1  eval_kind \\x08\\x7f" in text
+    for order in ("\x1b]0;", "\x07", "\x1b[2J", "\x9b", "\r over", "\x1b[31mred", "\x08", "\x7f"):
+        assert order not in text
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):

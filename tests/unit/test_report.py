@@ -50,6 +50,15 @@ def test_the_traceback_of_a_run_that_failed_comes_first(capsys: pytest.CaptureFi
     assert "File &quot;&lt;string&gt;&quot;" in (tmp_path / "report.html").read_text()
 
 
+def test_a_traceback_gives_the_terminal_no_orders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    traceback = 'Traceback (most recent call last):\n\tFile "x"\nValueError: \x1b[2Jgone\x00\udc80\n'
+    finished(tmp_path, status="failed", exit_code=3, message="failed: \x9b2J", traceback=traceback)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert '\n\tFile "x"\nValueError: \\x1b[2Jgone\\x00\\udc80\n' in printed and "\nfailed: \\x9b2J\n" in printed
+    assert "ValueError: \\x1b[2Jgone\\x00\\udc80\n" in (tmp_path / "report.html").read_text()
+
+
 def test_there_is_no_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert f"{tmp_path} is no run directory" in refused(capsys, tmp_path)
     assert "is no run directory" in refused(capsys, tmp_path / "missing")

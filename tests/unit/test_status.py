@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from elastic_train import cli
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.errors import UsageError
 from elastic_train.telemetry import status
@@ -240,6 +241,14 @@ def test_workers_that_were_on_their_way_when_the_job_ended_are_no_casualties(sta
     at_end = ["member", "dead", "ready", "warming", "starting"]
     assert [worker["state_at_end"] for worker in answer["workers"]] == at_end
     assert shown(answer, status) == [taking_part, "dead", "was ready", "was warming", "was starting"]
+
+
+def test_what_events_say_gives_the_terminal_no_orders(tmp_path, capsys):
+    fill(tmp_path, None)
+    with (tmp_path / "events.jsonl").open("a") as events:
+        events.write(json.dumps(event("worker_warming", 0, 1, host="\x1b[31mhere\x07")) + "\n")
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "\\x1b[31mhere\\x07\n" in capsys.readouterr().out
 
 
 def test_nobody_has_finished_who_never_took_part():
