@@ -85,6 +85,15 @@ def refuse_unreadable(root: Path) -> Iterator[None]:
         ) from error
 
 
+def require_client(root: Path) -> None:
+    """Raises UsageError if `root` is in an object store whose client is not installed here. Asks no store."""
+    with refuse_unreadable(root), access(root):
+        if is_remote(root):
+            import fsspec  # late, as below
+
+            fsspec.get_filesystem_class(str(root).partition("://")[0])
+
+
 def in_words(error: Exception) -> str:
     """An error as it is told to a person."""
     return str(error) if isinstance(error, PlaceError) else f"{type(error).__name__}: {error}"

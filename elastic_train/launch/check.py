@@ -134,6 +134,7 @@ def inspect_recipe(request: CheckRequest) -> Checked:
       UsageError: what is wrong, and what to do.
     """
     from elastic_train import jax_private
+    from elastic_train.checkpoint import places
     from elastic_train.checkpoint.planning import plan
     from elastic_train.config_files import resolve, to_toml, to_values
     from elastic_train.launch.recipe import config_class_of, load_recipe
@@ -153,6 +154,8 @@ def inspect_recipe(request: CheckRequest) -> Checked:
     except ConfigError as error:
         raise UsageError(str(error)) from error
     check_trackers(config.tensorboard)
+    if config.checkpoint.path is not None:  # on hosts that only join, too: any of them may be the one that saves
+        places.require_client(places.Path(config.checkpoint.path))
     if config.batch_policy == "fixed" and request.workers > config.shards:
         raise UsageError(
             f"{request.workers} workers, but the batch is cut into shards = {config.shards}: some workers "

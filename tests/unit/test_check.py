@@ -81,6 +81,20 @@ def test_wrong_settings(recipe: str) -> None:
             inspect_recipe(CheckRequest(recipe=recipe, workers=1, overrides=(override,)))
 
 
+def test_a_host_that_only_joins_needs_the_client_of_the_object_store_too(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    inspect_recipe(CheckRequest(recipe=recipe, workers=1, overrides=("checkpoint.path=/mnt/run",)))
+    request = CheckRequest(recipe=recipe, workers=1, overrides=("checkpoint.path=gs://nowhere/run",))
+    assert request.run_dir is None
+    with pytest.raises(UsageError, match=r"gs://nowhere/run needs a package.*pip install 'elastic-train\[gcs\]'"):
+        inspect_recipe(request)
+    protocols: list[str] = []
+    monkeypatch.setattr("fsspec.get_filesystem_class", protocols.append)  # as if it were there
+    assert inspect_recipe(request).steps == 100 and protocols == ["gs"]
+
+
 def fake_process(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Has `check` start `code` instead; it finds the descriptor for the answer in `answer`."""
 
