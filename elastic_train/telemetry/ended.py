@@ -7,8 +7,9 @@ from pathlib import Path
 
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.json_files import write_atomically
+from elastic_train.telemetry.kinds import what_is_wrong
 from elastic_train.telemetry.records import is_written
-from elastic_train.telemetry.report import format_summary
+from elastic_train.telemetry.report import SUMMARY, format_summary
 from elastic_train.telemetry.run_files import read_summary, require_run_directory
 from elastic_train.terminal import harmless
 
@@ -36,16 +37,11 @@ def report(run_dir: Path) -> str:
         raise UsageError(
             f"the run in {run_dir} was broken off, so there is no summary; the command that started it goes on with it"
         )
-    try:
-        text = format_summary(summary, run_dir)
-        # Of which the summary says that it is above.
-        return f"{summary['traceback'].rstrip()}\n\n{text}" if summary.get("traceback") else text
-    except KeyError as error:
-        raise UsageError(f"{run_dir / 'summary.json'} lacks {error}; the file was changed") from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UsageError(
-            f"{run_dir / 'summary.json'} holds a value of another kind than a run writes: {error}; the file was changed"
-        ) from error
+    if wrong := what_is_wrong(summary, SUMMARY):
+        raise UsageError(f"{run_dir / 'summary.json'} is not what a run writes: {wrong}; the file was changed")
+    text = format_summary(summary, run_dir)
+    # Of which the summary says that it is above.
+    return f"{summary['traceback'].rstrip()}\n\n{text}" if summary["traceback"] else text
 
 
 def write_page(run_dir: Path, text: str) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
+from elastic_train.telemetry.kinds import Kind, what_is_wrong
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path, kind_of: Callable[[dict[str, Any]], Kind] = lambda line: {}) -> list[dict[str, Any]]:
     """The objects of a `.jsonl` file; none if it does not exist. A last line that was cut off is left out.
 
+    Args:
+      path: the file.
+      kind_of: what must be in a line, as `kinds` has it.
+
     Raises:
-      UsageError: another line is no JSON object.
+      UsageError: another line is no JSON object, or not of its kind.
     """
     if not path.exists():
         return []
@@ -24,9 +29,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     objects = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            objects.append(json.loads(line))
-        except ValueError as error:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}, line {number}: not JSON: {error}; the file was changed") from error
+        if wrong := what_is_wrong(found, {}) or what_is_wrong(found, kind_of(found)):
+            raise UsageError(f"{path}, line {number}, is not what a run writes: {wrong}; the file was changed")
+        objects.append(found)
     return objects
 
 

@@ -20,6 +20,40 @@ _TRIED_AGAIN = {
     "differs": "{who} held another state{place} and was healed{times}",
 }
 
+_SECONDS = (float, None)
+_MISSED = {"kind": str, "slot": (int, str), "where?": str}
+
+SUMMARY = {
+    "status": str,
+    "step": int,
+    "samples": int,
+    "message": str,
+    "traceback": str,
+    "params_sha256": (str, None),
+    "state_sha256": (str, None),
+    "final_loss": (float, None),
+    "metrics": {str: (float, None)},
+    "step_time_s": _SECONDS,
+    "goodput": (float, None),
+    "wall_s": float,
+    "time_accounts?": {str: {"share": float}},
+    "resumes?": int,
+    "time_lost_s": float,
+    "steps_lost": int,
+    "faults": [
+        {
+            "kind": frozenset({*_KINDS, *_TRIED_AGAIN, "coordinator"}),
+            "slot": (int, None),
+            "step": (int, None),
+            "cause?": (str, None),
+            **dict.fromkeys(("detect_s", "rebuild_s", "heal_s", "total_s"), _SECONDS),
+        }
+    ],
+    "rejoins": [{"slot": int, "step": (int, None), "stall_s": float, "start_to_member_s": _SECONDS}],
+    "faults_missed?": [({**_MISSED, "step": int}, {**_MISSED, "after_s": float})],
+}
+"""What `format_summary` reads, as `kinds` has it."""
+
 
 def format_summary(summary: Mapping[str, Any], run_dir: Path) -> str:
     """The summary of a job in words, over several lines, without a newline at the end.

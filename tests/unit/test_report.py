@@ -72,14 +72,60 @@ def test_the_run_has_not_ended(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "was broken off, so there is no summary; the command that started it goes on" in refused(capsys, tmp_path)
 
 
-@pytest.mark.parametrize("changed", [{"step_time_s": "fast"}, {"faults": [3]}, {"samples": "many"}, {"metrics": 1}])
+FAULT = {"kind": "killed", "slot": 1, "step": 3, "cause": None, "detect_s": 0.1, "rebuild_s": None, "heal_s": 0.0}
+FAULT |= {"total_s": None}
+REJOIN = {"slot": 1, "step": None, "stall_s": 0.5, "start_to_member_s": None}
+MISSED = {"kind": "kill", "slot": "random", "where": "exchange"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "wrong"),
+    [
+        ({"step_time_s": "fast"}, 'step_time_s = "fast": expected a number or null'),
+        ({"step": "seven"}, 'step = "seven": expected a whole number'),
+        ({"step": 1.0}, "step = 1.0: expected a whole number"),
+        ({"samples": "many"}, 'samples = "many": expected a whole number'),
+        ({"samples": True}, "samples = true: expected a whole number"),
+        ({"status": ["done"]}, 'status = ["done"]: expected text'),
+        ({"message": {"a": "b"}}, 'message = {"a": "b"}: expected text'),
+        ({"metrics": 1}, "metrics = 1: expected an object"),
+        ({"metrics": {"eval_loss": ["x"]}}, 'metrics.eval_loss = ["x"]: expected a number or null'),
+        ({"wall_s": float("nan")}, "wall_s = NaN: expected a number"),
+        ({"wall_s": 10**400}, f"wall_s = 1{'0' * 59}…: expected a number"),
+        ({"goodput": "0.9"}, 'goodput = "0.9": expected a number or null'),
+        ({"time_accounts": {"saving": {"share": "x"}}}, 'time_accounts.saving.share = "x": expected a number'),
+        ({"resumes": "twice"}, 'resumes = "twice": expected a whole number'),
+        ({"params_sha256": 5}, "params_sha256 = 5: expected text or null"),
+        ({"faults": {}}, "faults = {}: expected a list"),
+        ({"faults": [3]}, "faults[0] = 3: expected an object"),
+        ({"faults": [FAULT, {**FAULT, "slot": "1"}]}, 'faults[1].slot = "1": expected a whole number or null'),
+        ({"faults": [{**FAULT, "kind": "eaten"}]}, 'faults[0].kind = "eaten": expected one of coordinator, differs'),
+        ({"faults": [{"kind": "killed"}]}, "faults[0] lacks 'slot'"),
+        ({"rejoins": [{**REJOIN, "stall_s": None}]}, "rejoins[0].stall_s = null: expected a number"),
+        ({"faults_missed": [MISSED]}, "faults_missed[0] lacks 'step'"),
+        ({"faults_missed": [{**MISSED, "step": "x"}]}, 'faults_missed[0].step = "x": expected a whole number'),
+    ],
+)
 def test_a_summary_with_values_of_another_kind(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, changed: dict[str, Any]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changed: dict[str, Any], wrong: str
 ) -> None:
     summary = finished(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({**summary, **changed}))
     message = refused(capsys, tmp_path)
-    assert "summary.json holds a value of another kind" in message and "the file was changed" in message
+    assert f"{tmp_path / 'summary.json'} is not what a run writes: {wrong}" in message
+    assert "the file was changed" in message
+
+
+def test_a_summary_with_everything_that_a_run_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    missed = [{**MISSED, "step": 9}, {**MISSED, "after_s": 1.5, "slot": 2}]
+    kinds = ("killed", "raised", "nonfinite", "differs", "coordinator")
+    faults = [{**FAULT, "kind": kind, "total_s": 1.0} for kind in kinds]
+    more = {"faults": [*faults, {**FAULT, "slot": None, "step": None}], "rejoins": [REJOIN], "faults_missed": missed}
+    numbers = {"final_loss": None, "goodput": None, "metrics": {"eval_loss": None, "eval_count": 3}, "resumes": 1}
+    (tmp_path / "summary.json").write_text(json.dumps({**finished(tmp_path), **more, **numbers}))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "worker 1 was killed after step 3: 1.00 s" in printed and "the coordinator died after step 3" in printed
 
 
 @pytest.mark.parametrize(("text", "reason"), [("{", "not JSON"), ('{"status": "done"}', "lacks 'step'")])

@@ -170,6 +170,32 @@ def test_a_damaged_summary(tmp_path):
         read_summary(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "line", "wrong"),
+    [
+        ("events", "3", "3: expected an object"),
+        ("events", "{}", "lacks 'event'"),
+        (
+            "events",
+            '{"event": "view_changed", "epoch": "two", "members": []}',
+            'epoch = "two": expected a whole number',
+        ),
+        ("events", '{"event": "worker_ready", "incarnation": 0}', "lacks 'slot'"),
+        ("events", '{"event": "worker_ready", "slot": "0", "incarnation": 0}', 'slot = "0": expected a whole number'),
+        ("ledger", '{"step": 3, "workers": [0, "1"]}', 'workers[1] = "1": expected a whole number'),
+    ],
+)
+def test_a_line_that_no_run_writes(tmp_path, capsys, file, line, wrong):
+    fill(tmp_path, None)
+    path = tmp_path / f"{file}.jsonl"
+    number = len(path.read_text().splitlines()) + 1
+    with path.open("a") as lines:
+        lines.write(line + "\n")
+    assert cli.main(["status", str(tmp_path)]) == 2
+    message = f"elastic-train: {path}, line {number}, is not what a run writes: {wrong}; the file was changed\n"
+    assert capsys.readouterr().err == message
+
+
 def event(name: str, slot: int, incarnation: int = 0, **fields: object) -> dict[str, object]:
     return {"event": name, "time": 1.0, "slot": slot, "incarnation": incarnation, **fields}
 
