@@ -39,7 +39,7 @@ from elastic_train.state import params_sha256, state_sha256
 from elastic_train.step.model import leaf_kinds_of
 from elastic_train.telemetry import saves
 from elastic_train.telemetry.phase_times import PhaseTimes
-from elastic_train.telemetry.progress import Display
+from elastic_train.telemetry.progress import Display, Pace
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
 from elastic_train.telemetry.trackers import check_trackers, open_trackers
@@ -155,6 +155,7 @@ class _Process(Nobody):
         self._error = ""
         self._attempts: Counter[int] = Counter()
         self._has_said_stopping = False
+        self._pace = Pace()
         self.first_epoch = records.past.epoch + 1
         self.has_checkpoints = has_checkpoints
 
@@ -178,7 +179,7 @@ class _Process(Nobody):
 
     def record(self, record: dict[str, Any], flush: bool = False, send: bool = True) -> None:
         for written in self._records.commit(record):
-            self._display.update({**written})
+            self._display.update({**written, **self._pace.committed(written)})
 
     def noted(self, event: str, show: str, **fields: object) -> None:
         self._records.event(event, **fields)

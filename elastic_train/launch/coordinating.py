@@ -27,6 +27,7 @@ from elastic_train.launch.coordinator_process import (
 )
 from elastic_train.membership.roster import Limits, apply
 from elastic_train.membership.roster_events import End
+from elastic_train.telemetry.progress import Pace
 from elastic_train.telemetry.records import RunDirectory
 from elastic_train.telemetry.report import format_summary
 from elastic_train.telemetry.trackers import open_trackers
@@ -173,6 +174,7 @@ class _JobRecords:
 
     def __init__(self, records: RunDirectory, messages: Messages, run_dir: Path, task: Task) -> None:
         self._records, self._messages, self._run_dir, self._task = records, messages, run_dir, task
+        self._pace = Pace()
         self.text = ""
         """The summary, for a person; empty until the job has ended."""
         self.has_last_word = threading.Event()
@@ -244,4 +246,5 @@ class _JobRecords:
 
     def _show(self, records: list[Mapping[str, Any]]) -> None:
         for record in records:
-            self._messages.record({**record, "time_lost_s": self._records.time_lost_s})
+            about = {"time_lost_s": self._records.time_lost_s, **self._pace.committed(record)}
+            self._messages.record({**record, **about})

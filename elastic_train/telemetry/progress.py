@@ -18,7 +18,36 @@ from elastic_train.terminal import harmless
 PLAIN_INTERVAL_S = 5.0
 """Least time between two plain lines, news of the members aside."""
 
-_RATE_WINDOW_S = 5.0
+PACE_WINDOW_S = 5.0
+"""From how many seconds of steps the samples per second are taken."""
+
+
+class Pace:
+    """How many samples a second the recent steps consume, while steps are taken.
+
+    An epoch's first step is left out, and what came before it is forgotten: its time began with the last commit before,
+    and so holds the pause for want of members, compiling and healing. Evaluations are in no step's time.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque()
+        self._num_samples, self._seconds = 0, 0.0
+
+    def committed(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Takes the record of the next step, see `step_lines`. Returns what a display is told: `samples_per_s`, or
+        nothing as long as that is not known."""
+        if "recovered" in record:
+            self._steps.clear()
+            self._num_samples, self._seconds = 0, 0.0
+        elif record.get("step_time_s"):
+            self._steps.append((record["num_samples"], record["step_time_s"]))
+            self._num_samples += record["num_samples"]
+            self._seconds += record["step_time_s"]
+        while self._steps and self._seconds - self._steps[0][1] >= PACE_WINDOW_S:
+            num_samples, seconds = self._steps.popleft()
+            self._num_samples -= num_samples
+            self._seconds -= seconds
+        return {"samples_per_s": self._num_samples / self._seconds} if self._steps else {}
 
 
 class Display:
@@ -29,7 +58,7 @@ class Display:
       num_workers: slots of the job.
       total_steps: the last step.
       first_step: the step that training starts from; a resumed run passes its checkpoint's.
-      clock: gives seconds; for the pace of plain lines, and for samples per second.
+      clock: gives seconds, for the pace of plain lines.
     """
 
     def __init__(
@@ -44,12 +73,10 @@ class Display:
         self._num_workers = num_workers
         self._total_steps = total_steps
         self._first_step = first_step
-        self._clock = clock
         self._lock = threading.Lock()
         self._snapshot: dict[str, Any] = {"step": first_step, "epoch": 0}
         self._has_begun = False
         self._members: object = None
-        self._rates: deque[tuple[float, int]] = deque()
         is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._surface: _Surface = (
             _TerminalSurface(stream, total_steps, first_step) if is_terminal else _PlainSurface(stream, clock)
@@ -69,7 +96,7 @@ class Display:
         """Shows the newest state.
 
         Args:
-          snapshot: any of `num_workers` (slots of the job), `step`, `loss`, `samples` (consumed so far), `ready`
+          snapshot: any of `num_workers` (slots of the job), `step`, `loss`, `samples_per_s` (see `Pace`), `ready`
             (slots of the workers that could train), `workers` (slots of the members), `epoch`, `time_lost_s`,
             `evaluation` (means of the last one). What is absent keeps its last value, other keys are ignored: a record
             of a committed step will do. Members of an older epoch than the newest are ignored, too: records come late.
@@ -79,8 +106,6 @@ class Display:
             left_out = ("epoch", "workers") if is_old else ()
             self._snapshot |= {key: value for key, value in snapshot.items() if key not in left_out}
             self._num_workers = snapshot.get("num_workers", self._num_workers)
-            if "samples" in snapshot:
-                self._count(snapshot["samples"])
             self._has_begun = self._has_begun or self._snapshot["step"] > self._first_step
             members = self._snapshot["epoch"] if self._has_begun else self._starting()
             has_news, self._members = members != self._members, members
@@ -90,14 +115,6 @@ class Display:
         """Shows the last state and ends. Does nothing the second time."""
         with self._lock:
             self._surface.stop(self._line)
-
-    def _count(self, samples: int) -> None:
-        now = self._clock()
-        if self._rates and samples < self._rates[-1][1]:
-            self._rates.clear()  # steps are taken again
-        self._rates.append((now, samples))
-        while len(self._rates) > 2 and self._rates[1][0] < now - _RATE_WINDOW_S:
-            self._rates.popleft()
 
     def _starting(self) -> str:
         num_ready = len(self._snapshot.get("ready", ()))
@@ -113,10 +130,8 @@ class Display:
         parts = [f"step {snapshot['step']:>{width}}/{self._total_steps}"]
         if snapshot.get("loss") is not None:
             parts.append(f"loss {snapshot['loss']:.4f}")
-        if len(self._rates) > 1:
-            (began, first), (ended, last) = self._rates[0], self._rates[-1]
-            if ended > began and last >= first:
-                parts.append(f"{_short((last - first) / (ended - began))} samples/s")
+        if "samples_per_s" in snapshot:
+            parts.append(f"{_short(snapshot['samples_per_s'])} samples/s")
         if "workers" in snapshot:
             parts.append(f"members {len(snapshot['workers'])}/{self._num_workers}")
         if snapshot["epoch"]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from elastic_train.telemetry.progress import Display
+from elastic_train.launch.coordinating import _JobRecords
+from elastic_train.telemetry.progress import Display, Pace
 
 
 class Terminal(io.StringIO):
@@ -38,7 +41,7 @@ def test_plain_lines_come_at_a_slow_pace_and_at_changes_of_members():
         clock.now = step * 0.1
         members = [0, 1, 2] if step < 30 or step > 90 else [0, 2]
         epoch = 1 + (step >= 30) + (step > 90)
-        display.update({"step": step, "samples": step * 64, "loss": 1 / step, "workers": members, "epoch": epoch})
+        display.update({"step": step, "loss": 1 / step, "workers": members, "epoch": epoch})
         if (lines := stream.getvalue().splitlines()) and len(lines) > len(steps):
             steps.append(step)
     display.stop()
@@ -83,11 +86,11 @@ def test_no_lines_while_nothing_happens_and_records_of_an_older_epoch_are_late()
 
 def test_a_line_says_everything_known():
     display, stream, clock = plain()
-    record = {"step": 119, "samples": 0, "loss": 0.5, "workers": [0, 1], "epoch": 2, "other": 1}
+    record = {"step": 119, "loss": 0.5, "workers": [0, 1], "epoch": 2, "other": 1}
     display.update(record)
     clock.now = 1.0
     display.update(
-        {**record, "step": 120, "samples": 12_300, "loss": 0.1234, "workers": [0, 1, 2], "time_lost_s": 0.42}
+        {**record, "step": 120, "samples_per_s": 12_300, "loss": 0.1234, "workers": [0, 1, 2], "time_lost_s": 0.42}
         | {"evaluation": {"accuracy": 0.9512, "count": 3}, "epoch": 3}
     )
     display.stop()
@@ -108,14 +111,44 @@ def test_the_last_evaluation_stays_and_a_loss_may_be_unknown():
     assert stream.getvalue() == "step   1/300  eval_accuracy 0.5\nstep   2/300  loss 0.2500  eval_accuracy 0.5\n"
 
 
-def test_samples_per_second_are_those_of_the_last_seconds():
+def rates(*steps: tuple[int, float | None] | str) -> list[float | None]:
+    """Samples per second after each step of (samples, seconds); a text in front of one makes it an epoch's first."""
+    pace, found, recovered = Pace(), [], {}
+    for step in steps:
+        if isinstance(step, str):
+            recovered = {"recovered": {"kind": step}}
+            continue
+        record = {"num_samples": step[0], "step_time_s": step[1], **recovered}
+        found.append(pace.committed(record).get("samples_per_s"))
+        recovered = {}
+    return found
+
+
+def test_samples_per_second_are_those_of_the_last_seconds_of_steps():
+    assert rates(*[(100, 0.5)] * 20, *[(100, 2.5)] * 4) == pytest.approx([200.0] * 20 + [120.0, 40.0, 40.0, 40.0])
+    assert rates((64, 60.0), (64, 30.0)) == pytest.approx([64 / 60, 64 / 30])  # however long one takes
+    assert rates((64, None), (64, 0.0), (64, 2.0)) == [None, None, 32.0]
+
+
+def test_samples_per_second_hold_no_pause():
+    """Ten minutes below the floor lie between two commits, and so in the time of the epoch's first step."""
+    before, after = [(100, 0.5)] * 4, [(100, 1.0)] * 2
+    assert rates("formed", (100, 20.0), *before, "death", (100, 600.0), *after) == [
+        *[None, 200.0, 200.0, 200.0, 200.0],
+        *[None, 100.0, 100.0],
+    ]
+
+
+def test_samples_per_second_stay_until_they_are_known_anew():
     display, stream, clock = plain()
-    for second in range(20):
-        clock.now = float(second)
-        display.update({"step": second, "samples": 1000 * min(second, 10)})
+    display.update({"step": 1, "epoch": 1, "samples_per_s": 200.0})
+    clock.now = 600.0
+    display.update({"step": 2, "epoch": 2})
     display.stop()
-    # Nothing was consumed in the last nine seconds; the window is five long.
-    assert "0.0 samples/s" in stream.getvalue().splitlines()[-1]
+    assert [line.partition("/300  ")[2] for line in stream.getvalue().splitlines()] == [
+        "200 samples/s  epoch 1",
+        "200 samples/s  epoch 2",
+    ]
 
 
 def test_notes_and_an_early_end():
@@ -179,3 +212,17 @@ def test_rich_is_not_imported_without_a_terminal():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_coordinator_tells_the_samples_per_second_of_every_step_that_it_writes():
+    told: list[dict[str, object]] = []
+    records = SimpleNamespace(commit=lambda record: [record], newest=None, time_lost_s=1.5)
+    messages = SimpleNamespace(record=told.append)
+    job = _JobRecords(records, messages, Path("run"), SimpleNamespace())  # type: ignore[arg-type]
+    for step, more in ((1, {"recovered": {}}), (2, {}), (3, {})):
+        job.commit({"step": step, "num_samples": 64, "step_time_s": 0.5 * step, **more})
+    assert [(each.get("samples_per_s"), each["time_lost_s"]) for each in told] == [
+        (None, 1.5),
+        (64.0, 1.5),
+        (pytest.approx(128 / 2.5), 1.5),
+    ]
