@@ -16,13 +16,21 @@ MAX_TIMEOUT_S = 1e6
 
 
 class ConfigError(ValueError):
-    """A setting is wrong. The message names the field, the value and the fix."""
+    """A setting is wrong, or several are. The message names the field, the value and the fix.
+
+    Attributes:
+      field: the name of the one that is wrong; empty if that is not known, or there are several.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def require(condition: bool, field_name: str, value: object, fix: str) -> None:
     """Raises ConfigError naming `field_name` unless `condition` holds."""
     if not condition:
-        raise ConfigError(f"{field_name} = {value!r}: {fix}")
+        raise ConfigError(f"{field_name} = {value!r}: {fix}", field_name)
 
 
 _LEAST = {

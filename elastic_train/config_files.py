@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -34,8 +35,9 @@ def resolve(
 ) -> ConfigType:
     """The config of a run. Later sources win: the class's defaults, `file`, `overrides`, `flags`.
 
-    The result is built once, from all sources together, so that settings that depend on each other may come
-    from different ones.
+    The result is built from all sources together, so that settings that depend on each other may come from different
+    ones. All that is wrong is told at once, as far as that can be known: nothing is said of what depends on a setting
+    that is wrong.
 
     Args:
       config_class: the recipe's config; also a field's nested dataclass is filled.
@@ -45,12 +47,59 @@ def resolve(
       flags: typed values of command-line options of their own, by key; None means that it was not given.
 
     Raises:
-      ConfigError: a file that is missing or no TOML, all unknown keys, all wrong types, or a value out of range.
+      ConfigError: a file that is missing or no TOML, unknown keys, wrong types, and values out of range.
     """
     known = dict(_keys(config_class))
-    given = (*_from_file(file), *_from_overrides(overrides), *_from_flags(flags or {}))
-    if unknown := {key: setting.source for key, setting in given if key not in known}:
-        raise ConfigError(_unknown(config_class, unknown, known))
+    wrong = _Wrong()
+    given: list[tuple[str, Setting]] = []
+    with wrong.noting(_SOURCE):
+        given += _from_file(file)
+    given += (*_from_overrides(overrides, wrong), *_from_flags(flags or {}))
+    unknown = {key: setting.source for key, setting in given if key not in known}
+    wrong.keys.update(unknown)
+    settings = _settled([(key, setting) for key, setting in given if key in known])
+    config = _build(config_class, None, "", settings, wrong)
+    if unknown or wrong.texts:
+        raise ConfigError(_message(config_class, unknown, known, wrong.texts))
+    return config
+
+
+_SOURCE = ""
+"""In place of a key: what is in a whole file is not known."""
+
+
+class _Wrong:
+    """What is wrong with the settings.
+
+    Attributes:
+      keys: those that are wrong, or whose value cannot be judged because of others.
+      texts: what is said of them.
+    """
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.texts: list[str] = []
+
+    @contextlib.contextmanager
+    def noting(self, key: str) -> Iterator[None]:
+        """Around what reads the setting `key`."""
+        try:
+            yield
+        except ConfigError as error:
+            self.keys.add(key)
+            self.texts.append(str(error))
+
+    def note_value(self, key: str, error: ConfigError) -> None:
+        """The value of `key` is out of range. Nothing is said of it if the message names a setting that is wrong: a
+        default has been taken in its place."""
+        words = re.findall(r"\w+(?:\.\w+)*", str(error))
+        if self.keys.isdisjoint(words) and {other.rpartition(".")[2] for other in self.keys}.isdisjoint(words):
+            self.texts.append(str(error))
+        self.keys.add(key)
+
+
+def _settled(given: Sequence[tuple[str, Setting]]) -> dict[str, Setting]:
+    """What counts, if some is given several times."""
     settings: dict[str, Setting] = {}
     for key, setting in given:
         for earlier in [other for other in settings if f"{other}.".startswith(f"{key}.")]:
@@ -59,7 +108,7 @@ def resolve(
         for parent in [other for other in settings if key.startswith(f"{other}.")]:
             del settings[parent]
         settings[key] = setting
-    return _build(config_class, None, "", settings)
+    return settings
 
 
 def to_toml(config: Config) -> str:
@@ -111,26 +160,41 @@ def _keys(config_class: type, prefix: str = "") -> Iterator[tuple[str, bool]]:
             yield from _keys(field.nested, f"{prefix}{field.name}.")
 
 
-def _build(config_class: type, base: Any, prefix: str, settings: Mapping[str, Setting]) -> Any:
-    values, wrong = {}, []
+def _build(config_class: type, base: Any, prefix: str, settings: Mapping[str, Setting], wrong: _Wrong) -> Any:
+    """The config. If something is wrong, one with defaults in its place, or None if there are none: worth nothing, but
+    in making it what else is wrong is found."""
+    values: dict[str, Any] = {}
+    needed = set[str]()
     for field in _fields(config_class):
         key = prefix + field.name
         setting = settings.get(key)
         is_opened = any(other.startswith(f"{key}.") for other in settings)
-        try:
+        if base is None and field.default is dataclasses.MISSING:
+            needed.add(field.name)
+        with wrong.noting(key):
             if field.nested and (is_opened or (setting and setting.value == {})):
                 before = field.default if base is None else getattr(base, field.name)
                 before = before if isinstance(before, field.nested) else None
-                values[field.name] = _build(field.nested, before, f"{key}.", settings)
+                if (made := _build(field.nested, before, f"{key}.", settings, wrong)) is not None:
+                    values[field.name] = made
             elif setting:
                 values[field.name] = _value(field, key, setting)
-            elif base is None and field.default is dataclasses.MISSING:
+            elif field.name in needed and _SOURCE not in wrong.keys:
                 raise ConfigError(f"{key}: has no default; set it in the config file or with --set {key}=...")
+    while needed <= values.keys() and _SOURCE not in wrong.keys:
+        try:
+            return config_class(**values) if base is None else dataclasses.replace(base, **values)
         except ConfigError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return config_class(**values) if base is None else dataclasses.replace(base, **values)
+            name = error.field.removeprefix(prefix)
+            wrong.note_value(prefix + name, error)
+            if name not in values:
+                break
+            del values[name]
+        except Exception:  # the config's own code, which need not stand values that it has refused before
+            if not wrong.keys:
+                raise
+            break
+    return None
 
 
 def _value(field: _Field, key: str, setting: Setting) -> Any:
@@ -151,9 +215,12 @@ def _value(field: _Field, key: str, setting: Setting) -> Any:
         raise TypeError(f"{key}: {error}") from error
 
 
-def _unknown(config_class: type, unknown: Mapping[str, str], known: Mapping[str, bool]) -> str:
-    """What is said of unknown keys, by their sources: a line for each, and what there is."""
+def _message(config_class: type, unknown: Mapping[str, str], known: Mapping[str, bool], others: Sequence[str]) -> str:
+    """What is said of unknown keys, by their sources: a line for each, and what there is. Between them, what else is
+    wrong."""
     lines = [f"unknown setting {key!r} ({source}).{_hint(key, known)}" for key, source in unknown.items()]
+    if not lines:
+        return "\n".join(others)
     base = dict(_keys(Config))
     settable = [name for name, is_group in known.items() if not is_group]
     faults = [name for name in settable if name.startswith("faults.")]
@@ -162,7 +229,7 @@ def _unknown(config_class: type, unknown: Mapping[str, str], known: Mapping[str,
     in_faults = any(key.startswith("faults") for key in unknown)
     listed = own + common + (faults if in_faults else ["faults.… (see docs/timeouts.md)"])
     end = f"{config_class.__name__} knows: {', '.join(listed)}"
-    return f"{lines[0]} {end}" if len(lines) == 1 else "\n".join([*lines, end])
+    return f"{lines[0]} {end}" if len(lines) + len(others) == 1 else "\n".join([*lines, *others, end])
 
 
 def _hint(key: str, known: Mapping[str, bool]) -> str:
@@ -201,13 +268,18 @@ def _flatten(table: Mapping[str, object], prefix: str, source: str) -> Iterator[
             yield f"{prefix}{name}", Setting(value, False, source)
 
 
-def _from_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, Setting]]:
-    pairs = [override.partition("=") for override in overrides]
-    if wrong := [text for text, (key, equals, _) in zip(overrides, pairs, strict=True) if not (key.strip() and equals)]:
-        shown = ", ".join(map(repr, wrong))
-        raise ConfigError(f"--set {shown}: expected key=value, for example --set batch_size=64")
-    for key, _, text in pairs:
-        yield key.strip(), Setting(text, True, "--set")
+def _from_overrides(overrides: Sequence[str], wrong: _Wrong) -> Iterator[tuple[str, Setting]]:
+    refused = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if key.strip() and equals:
+            yield key.strip(), Setting(text, True, "--set")
+        else:
+            refused.append(override)
+    if refused:
+        wrong.keys.update(key for override in refused if (key := override.partition("=")[0].strip()))
+        shown = ", ".join(map(repr, refused))
+        wrong.texts.append(f"--set {shown}: expected key=value, for example --set batch_size=64")
 
 
 def _from_flags(flags: Mapping[str, object]) -> Iterator[tuple[str, Setting]]:

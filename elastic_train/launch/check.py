@@ -13,13 +13,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from elastic_train.checkpoint.resume import Mode, Resume
-from elastic_train.config import ConfigError, FaultConfig
+from elastic_train.config import Config, ConfigError, FaultConfig
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.launch.bond import die_with_parent
 from elastic_train.terminal import say
@@ -153,15 +153,14 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         toml = to_toml(config)
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    check_trackers(config.tensorboard)
-    if config.checkpoint.path is not None:  # on hosts that only join, too: any of them may be the one that saves
-        places.require_client(places.Path(config.checkpoint.path))
-    if config.batch_policy == "fixed" and request.workers > config.shards:
-        raise UsageError(
-            f"{request.workers} workers, but the batch is cut into shards = {config.shards}: some workers "
-            f"would have nothing to do. Use at most {config.shards} workers, or --set "
-            f"shards={request.workers} (which rounds differently: shards are part of the numbers)."
-        )
+    checks = (
+        partial(check_trackers, config.tensorboard),
+        # On hosts that only join, too: any of them may be the one that saves.
+        partial(places.require_client, places.Path(config.checkpoint.path or "")),
+        partial(_check_workers, config, request.workers),
+    )
+    if wrong := [text for each in checks if (text := _refusal(each))]:
+        raise UsageError("\n".join(wrong))
     resume = None
     if request.run_dir is not None:
         from elastic_train.step.model import leaf_kinds_of
@@ -181,6 +180,24 @@ def inspect_recipe(request: CheckRequest) -> Checked:
         faults=config.faults,
         resume=resume,
     )
+
+
+def _check_workers(config: Config, workers: int) -> None:
+    if config.batch_policy == "fixed" and workers > config.shards:
+        raise UsageError(
+            f"{workers} workers, but the batch is cut into shards = {config.shards}: some workers "
+            f"would have nothing to do. Use at most {config.shards} workers, or --set "
+            f"shards={workers} (which rounds differently: shards are part of the numbers)."
+        )
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """What a check says; empty if it lets pass."""
+    try:
+        check()
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import os
 import subprocess
 import sys
@@ -90,6 +91,10 @@ def test_a_host_that_only_joins_needs_the_client_of_the_object_store_too(
     assert request.run_dir is None
     with pytest.raises(UsageError, match=r"gs://nowhere/run needs a package.*pip install 'elastic-train\[gcs\]'"):
         inspect_recipe(request)
+    with pytest.raises(UsageError) as refused:  # and all else that the settings ask for in vain
+        inspect_recipe(dataclasses.replace(request, workers=9))
+    first, second = str(refused.value).splitlines()
+    assert first.startswith("gs://nowhere/run needs a package") and second.startswith("9 workers, but the batch is cut")
     protocols: list[str] = []
     monkeypatch.setattr("fsspec.get_filesystem_class", protocols.append)  # as if it were there
     assert inspect_recipe(request).steps == 100 and protocols == ["gs"]

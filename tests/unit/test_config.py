@@ -163,6 +163,74 @@ def test_all_wrong_settings_are_told_at_once(tmp_path):
     ]
 
 
+def test_mistakes_of_all_kinds_are_told_at_once(tmp_path):
+    file = write(tmp_path, 'batch_size = "big"\nclpi = 1.0\n[decay]\nrate = "fast"\n')
+    overrides = ["stpes=3", "seed", "shards=0", "log_every=0", "widths=", "faults.keepalive_s=-1", "faults.node_ids=x"]
+    *told, last = error_of(file, [*overrides, "faults.max_evictions=-1", "nesterov=no"]).splitlines()
+    assert [line.partition(":")[0].partition("(")[0].strip() for line in told] == [
+        "unknown setting 'clpi'",
+        "unknown setting 'stpes'",
+        "--set 'seed'",
+        "batch_size = 'big'",
+        "faults.node_ids = 'x'",
+        "faults.max_evictions = -1",
+        "faults.keepalive_s = -1.0",
+        "nesterov = 'no'",
+        "decay.rate = 'fast'",
+        "shards = 0",
+        "log_every = 0",
+        "widths =",
+    ]
+    assert last.startswith("RecipeConfig knows: ")
+    assert error_of(overrides=["stpes=3", "seed=-1"]).count("\n") == 2
+
+
+def test_nothing_is_said_of_what_depends_on_a_setting_that_is_wrong(tmp_path):
+    """Whatever was meant by it: a default in its place may not fit the others."""
+    assert error_of(overrides=["shards=many", "batch_size=4"]).count("\n") == 0
+    assert error_of(overrides=["shards=0", "batch_size=4"]) == "shards = 0: use at least one shard"
+    assert error_of(overrides=["batch_size=many", "shards=128"]).startswith("batch_size = 'many'")
+    timeouts = ["faults.doubt_timeout_s=x", "faults.step_timeout_s=15", "faults.keepalive_s=0", "seed=-1"]
+    assert [line.split()[0] for line in error_of(overrides=timeouts).splitlines()] == [
+        "faults.doubt_timeout_s",
+        "faults.keepalive_s",
+        "seed",
+    ]
+    # A default that does not fit what was given is nothing that can be replaced by a default; the rest is told.
+    assert [line.split()[0] for line in error_of(overrides=["shards=128", "nesterov=no", "seed=-1"]).splitlines()] == [
+        "nesterov",
+        "batch_size",
+    ]
+    missing, text = tmp_path / "missing.toml", "--set steps=10"
+    first, second = error_of(missing, ["steps=x", "batch_size=1"]).splitlines()  # the file may have had shards = 1
+    assert "does not exist" in first and second.endswith(text)
+
+
+def test_code_of_a_config_that_cannot_stand_a_wrong_value_hides_no_mistake():
+    @dataclass(frozen=True, kw_only=True)
+    class Divides(Config):
+        path: str
+        heads: int = 4
+        width: int = 64
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.width == 13:
+                raise ValueError("no width at all")
+            require(self.width % self.heads == 0, "width", self.width, f"must be a multiple of heads ({self.heads})")
+
+    with pytest.raises(ZeroDivisionError):
+        resolve(Divides, overrides=["path=x", "heads=0"])
+    with pytest.raises(ConfigError) as caught:
+        resolve(Divides, overrides=["path=x", "heads=0", "seed=x"])
+    assert str(caught.value).startswith("seed = 'x'") and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        resolve(Divides, overrides=["heads=x", "width=3"])
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["path:", "heads"]
+    with pytest.raises(ValueError, match="no width at all"):
+        resolve(Divides, overrides=["path=x", "width=13"])
+
+
 def test_unknown_table_in_a_file(tmp_path):
     message = error_of(write(tmp_path, "[fault]\nkeepalive_s = 1\n"))
     assert "'fault.keepalive_s'" in message and "run.toml" in message and "'faults.keepalive_s'" in message
