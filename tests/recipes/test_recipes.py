@@ -198,7 +198,8 @@ def test_gpt_settings_are_checked():
 
 def test_the_commands_in_the_readme_can_be_typed_in_their_order(monkeypatch: pytest.MonkeyPatch):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    commands = [command.split() for block in blocks for line in block.splitlines() for command in line.split("&&")]
+    texts = [command.strip() for block in blocks for line in block.splitlines() for command in line.split("&&")]
+    commands = [re.sub(r"^([A-Z_]+=\S+ )+", "", text).split() for text in texts]  # without variables set for them
     activated = commands.index([".", ".venv/bin/activate"])
     by_path = {"python3", ".venv/bin/pip", ".venv/bin/python"}
     assert {command[0] for command in commands[:activated]} == by_path
