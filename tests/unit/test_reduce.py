@@ -99,7 +99,12 @@ def test_sum_over_members_equals_the_tree_on_one_member(num_members, num_shards,
         ["float32", "bfloat16", "int32"],  # the smallest part of four bytes an element takes the rows along
         ["bfloat16", "int8"],  # none can
         ["float32", "bool", "float16"],
-        ["int4"],
+        pytest.param(
+            ["int4"],
+            marks=pytest.mark.skipif(
+                jax.__version_info__ < (0, 11), reason="compiled programs refuse arrays of 4 bits there (tried: 0.10.2)"
+            ),
+        ),
     ],
 )
 @pytest.mark.parametrize("rides", [True, False])
