@@ -54,7 +54,8 @@ class Recipe:
         rows = self.batches.rows
         batch, weight = self.read(0, 0)
         eval_batch = self._read_eval(np.arange(rows) % num_eval) if num_eval else None
-        self.local = LocalProgram(trainer, device, batch, eval_batch, times)
+        has_padding = bool(self.batches.size(1) % self.batches.num_shards(1)), bool(num_eval % rows)
+        self.local = LocalProgram(trainer, device, batch, eval_batch, times, has_padding)
         if device.platform != "cpu":
             self.local.rehearse(self.local.place(0, 0, batch, weight), self.local.initial)
         self.evaluator = Evaluator(self.local, self._read_eval, num_eval, rows) if num_eval else None

@@ -138,7 +138,7 @@ class Trainer(abc.ABC):
           rngs: keys of this step and shard.
 
         Returns:
-          One value per sample, float[rows], or `WeightedSum(sum, weight)`; never a mean. With metrics to log
+          One value per sample, float[rows], or `WeightedSum(sums, weights)`; never a mean. With metrics to log
           as a second value: a dict of the same kinds of thing.
         """
 

@@ -56,6 +56,7 @@ class LocalProgram:
       batch: one shard's samples, for their shapes; a dict of numpy arrays [rows, ...].
       eval_batch: the same for evaluation, or None.
       times: told when making the model ("model") and the programs ("compile") begins.
+      has_padding: whether shards may have padding rows; whether batches of an evaluation may.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class LocalProgram:
         batch: Mapping[str, np.ndarray],
         eval_batch: Mapping[str, np.ndarray] | None,
         times: PhaseTimes,
+        has_padding: tuple[bool, bool] = (True, True),
     ) -> None:
         times.enter("model")
         self._trainer = trainer
@@ -78,7 +80,7 @@ class LocalProgram:
         self.leaf_paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
         times.enter("compile")
         example = (*self.initial.arrays.values(), *self.put(batch, _ones(batch)))
-        self._mathematics = Mathematics(trainer, transform, parts, seed_key, device.platform, example)
+        self._mathematics = Mathematics(trainer, transform, parts, seed_key, device.platform, example, has_padding)
         self.layout = self._mathematics.layout
         self._compile(example, eval_batch)
         self._rates = LearningRates(trainer.schedule(), trainer.config.steps, device)

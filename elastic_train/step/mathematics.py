@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class WeightedSum(NamedTuple):
-    """A sum over samples (or tokens) and the weight it stands for; the framework divides after the last addition.
+    """Sums over samples (or tokens) and the weights they stand for; the framework divides after the last addition.
 
     Attributes:
-      value: float[], the weighted sum.
-      weight: float[], the sum of the weights.
+      value: float[rows], the weighted sum of each sample. Or float[], that of all: it cannot leave padding rows out, so
+        that is refused where there are any.
+      weight: float[rows] or float[], the sum of the weights.
     """
 
     value: jax.Array
@@ -49,6 +50,7 @@ class Mathematics:
       seed_key: from which the random keys of all steps follow.
       platform: that of the device on which the programs will run.
       example: parameters, model state, optimizer state, batch and weight of a shard, for their shapes.
+      has_padding: whether shards may have padding rows; whether batches of an evaluation may.
 
     Attributes:
       layout: of a partial sum.
@@ -63,7 +65,9 @@ class Mathematics:
         seed_key: jax.Array,
         platform: str,
         example: Sequence[Any],
+        has_padding: tuple[bool, bool],
     ) -> None:
+        self._has_padding, self._eval_has_padding = has_padding
         self._trainer, self._transform, self._parts = trainer, transform, parts
         self._seed_key, self._platform = seed_key, platform
         sums = jax.eval_shape(self.sums, *example, jax.ShapeDtypeStruct((2,), jnp.uint32))
@@ -89,8 +93,9 @@ class Mathematics:
             loss, metrics = (
                 result if isinstance(result, tuple) and not isinstance(result, WeightedSum) else (result, {})
             )
-            means = {name: _weighted(f"loss(), metric {name!r}", x, weight) for name, x in metrics.items()}
-            means["loss"] = _weighted("loss()", loss, weight)
+            padded = self._has_padding
+            means = {name: _weighted(f"loss(), metric {name!r}", x, weight, padded) for name, x in metrics.items()}
+            means["loss"] = _weighted("loss()", loss, weight, padded)
             after = nnx.to_pure_dict(parts_of(model).rest)
             return means["loss"].value, (means, after)
 
@@ -153,7 +158,8 @@ class Mathematics:
         model = self._parts.merged(params, model_state, None)
         model.eval()
         metrics = self._trainer.evaluate(model, batch)
-        return {name: _weighted(f"evaluate(), metric {name!r}", x, weight) for name, x in metrics.items()}
+        padded = self._eval_has_padding
+        return {name: _weighted(f"evaluate(), metric {name!r}", x, weight, padded) for name, x in metrics.items()}
 
 
 def as_marks(fingerprint: jax.Array) -> Marks:
@@ -173,24 +179,38 @@ def _layout(sums: PyTree) -> Layout:
     return Layout(leaves, jax.tree.leaves(chosen), jax.tree.leaves(weight).index(True))
 
 
-def _weighted(name: str, result: Any, weight: jax.Array) -> WeightedSum:
-    """A user's per-sample values, or sum and weight, as a sum and weight of at least float32."""
+def _weighted(name: str, result: Any, weight: jax.Array, has_padding: bool) -> WeightedSum:
+    """A user's per-sample values, or sums and weights, as a sum and weight of at least float32."""
     if isinstance(result, WeightedSum):
         value, total = (jnp.asarray(x) for x in result)
-        if value.shape or total.shape:
-            raise ValueError(f"{name}: a WeightedSum holds two scalars; got shapes {value.shape} and {total.shape}")
+        if value.shape != total.shape or value.shape not in ((), weight.shape):
+            raise ValueError(
+                f"{name}: a WeightedSum holds two scalars, or two arrays of one number per sample, shape "
+                f"{weight.shape}; got shapes {value.shape} and {total.shape}"
+            )
+        if has_padding and not value.shape:
+            raise ValueError(
+                f"{name}: a WeightedSum of two scalars counts padding rows, too, and there are some: a training batch "
+                "has them unless batch_size is a multiple of shards, the last batch of an evaluation unless the number "
+                "of its samples is a multiple of the rows of a shard. Return et.WeightedSum(sums, weights) with one "
+                "number per sample in each (loss.sum(-1), say, if loss is [rows, tokens]), or choose such numbers."
+            )
         dtype = jnp.promote_types(value.dtype, jnp.float32)
-        return WeightedSum(value.astype(dtype), total.astype(dtype))
+        return WeightedSum(_sum_of_real(value.astype(dtype), weight), _sum_of_real(total.astype(dtype), weight))
     values = jnp.asarray(result)
     if values.shape != weight.shape:
         raise ValueError(
             f"{name}: expected one value per sample, shape {weight.shape}; got shape {values.shape}. Do not average: "
-            "return the values themselves, or et.WeightedSum(sum, weight), so that shards weigh right."
+            "return the values themselves, or et.WeightedSum(sums, weights), so that shards weigh right."
         )
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    mask = weight.astype(values.dtype)
+    return WeightedSum(_sum_of_real(values, weight), jnp.sum(weight.astype(values.dtype)))
+
+
+def _sum_of_real(values: jax.Array, weight: jax.Array) -> jax.Array:
+    """float[rows] -> float[], without padding rows; a scalar as it is."""
     # A padding row may hold anything, infinities included: select, do not multiply by zero.
-    return WeightedSum(jnp.sum(jnp.where(mask > 0, values, 0)), jnp.sum(mask))
+    return jnp.sum(jnp.where(weight > 0, values, 0)) if values.shape else values
 
 
 def _share_of(leaf: jax.Array, share: jax.Array, shard: jax.Array) -> jax.Array:

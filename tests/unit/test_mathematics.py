@@ -151,6 +151,53 @@ def test_uneven_shards_weigh_every_sample_once():
     assert outside.records[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+class Weighing(Regression):
+    """Weighs its samples by itself, each by its own `y`; padding rows would show, since they repeat a sample."""
+
+    def loss(self, model, batch, rngs):
+        values, weights = super().loss(model, batch, rngs), 2 + batch["y"]
+        return et.WeightedSum(values * weights, weights), {"y": et.WeightedSum(weights, jnp.ones_like(weights))}
+
+    def eval_data(self):
+        return et.ArraySource(**{name: values[:101] for name, values in samples(self.config.dtype).items()})
+
+
+def test_padding_rows_count_in_no_sum_that_a_trainer_weighs_by_itself():
+    config = RegressionConfig(shards=7, steps=1)
+    outside = Recorder()
+    result = fit_alone(Weighing(config), outside)
+    ids = Sampler(NUM_SAMPLES, 24, 1, 0).shard_ids(0, 0)[0]
+    x, y = samples("float32").values()
+    model = Weighing(config).model(nnx.Rngs(config.seed))
+    expected = np.average(np.square(np.asarray(model(x[ids])) - y[ids]), weights=2 + y[ids])
+    assert outside.records[0]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert outside.records[0]["y"] == pytest.approx(np.mean(2 + y[ids]), rel=1e-6)
+    assert result.metrics["eval_y"] == pytest.approx(np.mean(2 + y[:101]), rel=1e-6)
+
+
+class SumsOfAll(Weighing):
+    def loss(self, model, batch, rngs):
+        loss, metrics = super().loss(model, batch, rngs)
+        return et.WeightedSum(jnp.sum(loss.value), jnp.sum(loss.weight)), metrics
+
+
+class SumsOfAllWithoutEvaluation(SumsOfAll):
+    def eval_data(self):
+        return None
+
+
+def test_sums_of_all_samples_are_refused_where_there_are_padding_rows():
+    with pytest.raises(ValueError, match=r"loss\(\): a WeightedSum of two scalars counts padding rows"):
+        fit_alone(SumsOfAll(RegressionConfig(shards=7, steps=1)))
+    with pytest.raises(ValueError, match=r"evaluate\(\), metric 'loss': a WeightedSum of two scalars"):
+        fit_alone(SumsOfAll(RegressionConfig(shards=8, steps=1)))
+    outside = Recorder()
+    fit_alone(SumsOfAllWithoutEvaluation(RegressionConfig(shards=8, steps=1)), outside)
+    same = Recorder()
+    fit_alone(Weighing(RegressionConfig(shards=8, steps=1)), same)
+    assert outside.records[0]["loss"] == pytest.approx(same.records[0]["loss"], rel=1e-6)
+
+
 class BadLoss(Regression):
     def loss(self, model, batch, rngs):
         return jnp.mean(super().loss(model, batch, rngs))
