@@ -397,6 +397,9 @@ def _absolute(path: str) -> str:
 
 
 def _flat(overrides: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    """All key=value texts, in order. Raises UsageError if an option came without any."""
+    if () in overrides:
+        raise UsageError("--set: expected key=value after it, for example --set batch_size=64")
     return tuple(override for group in overrides for override in group)
 
 

@@ -59,6 +59,7 @@ def _listing(root: places.Path) -> str:
         rows.append((str(step), str(position.samples), saved, size, str(len(position.workers)), remark))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["no checkpoint yet"] if len(rows) == 1 else []
     lines += [f"set aside: {path}" for path in places.damaged(root)]
     return "\n".join([str(root), *lines])
 

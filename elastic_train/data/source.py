@@ -121,10 +121,12 @@ class ArraySource:
     >>> len(source), source[1]["x"].tolist()
     (3, [2, 3])
 
-    Raises DataError if the arrays have different lengths or there is none.
+    Raises DataError if the arrays have different lengths or no names, or there is none.
     """
 
-    def __init__(self, **arrays: np.ndarray) -> None:
+    def __init__(self, *unnamed: object, **arrays: np.ndarray) -> None:
+        if unnamed:
+            raise DataError("name the arrays: ArraySource(x=images, y=labels), or ArraySource(**arrays) for a dict")
         lengths = {name: np.shape(array)[0] if np.ndim(array) else None for name, array in arrays.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
             raise DataError(f"arrays must have one common first dimension, the number of samples; got {lengths}")

@@ -111,7 +111,8 @@ def _write_beginning(records: RunDirectory, task: Task, resume: Resume | None, m
         return
     records.write_config(task.config_toml)
     records.write_secret(task.secret)
-    records.event("job_started", recipe=task.recipe, trainer=task.trainer, workers=task.workers)
+    about = {"recipe": task.recipe, "trainer": task.trainer, "workers": task.workers, "platform": task.platform}
+    records.event("job_started", **about)
     if resume:
         resume.tell(records.event, messages.note)
         records.fill_up(resume.step, resume.records)

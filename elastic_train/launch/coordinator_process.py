@@ -56,6 +56,7 @@ class Task:
 
     Attributes:
       run_dir, recipe, trainer, config_toml, steps, log_every, tensorboard, faults: as in `launch.check.Checked`.
+      platform: on what the workers of this host compute, "cpu" or "cuda"; empty if it has none.
       workers, min_workers, max_workers: of the job; `max_workers` is 0 if there is no limit.
       workers_asked: what the command line said; the job may have been resized since.
       alone: whether this host fills no slots.
@@ -73,6 +74,7 @@ class Task:
     run_dir: str
     recipe: str
     trainer: str
+    platform: str
     config_toml: str
     steps: int
     log_every: int

@@ -23,6 +23,7 @@ from elastic_train.launch.agent import Agent
 from elastic_train.launch.check import Checked, CheckRequest, check
 from elastic_train.launch.coordinator_process import CoordinatorProcess, Task
 from elastic_train.launch.devices import Devices, pick_platform, visible_gpus
+from elastic_train.launch.environment import DEVICES_VARIABLE
 from elastic_train.launch.host import END_LIMIT_S, job_settings, secret_of, start_agent, without_secret
 from elastic_train.launch.options import JobOptions, check_free
 from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
@@ -80,6 +81,9 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         stack.callback(display.stop)
         if platform == "cuda" and (note := shards_note(checked.shards, workers)):
             display.note(note)
+        named = environ.get(DEVICES_VARIABLE, "")
+        if platform == "cpu" and named and not visible_gpus(environ) and not environ.get("JAX_PLATFORMS"):
+            display.note(f"No GPU found here (CUDA_VISIBLE_DEVICES={named}): workers compute on the CPU.")
         known = versions()
         no_jax_tls = why_jax_cannot(options.tls, jax_private.knows_mtls(), known["jaxlib"])
         if no_jax_tls is not None:
@@ -88,6 +92,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             run_dir=str(run_dir),
             recipe=options.recipe,
             trainer=checked.trainer,
+            platform=platform if with_agent else "",
             config_toml=checked.config_toml,
             steps=checked.steps,
             log_every=checked.log_every,

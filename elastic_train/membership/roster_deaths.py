@@ -46,7 +46,8 @@ def bury(turn: Turn, dead: tuple[Worker, ...], exit_code: int | None, reason: st
             turn.emit(Abort(worker.identity, members))
     for worker in dead:
         # The worker's own last report is older than its last commit; the members say after which step they go on.
-        show = f"{title(worker.identity)} died ({worker.state}): {reason}" + (f"\n{traceback}" if traceback else "")
+        how = "has left" if exit_code == 0 else "died"
+        show = f"{title(worker.identity)} {how} ({worker.state}): {reason}" + (f"\n{traceback}" if traceback else "")
         about = {"exit_code": exit_code, "reason": reason, "step": worker.step, "state": str(worker.state)}
         turn.note("worker_died", show, **worker.identity._asdict(), **about)
     if had_members and not members:
