@@ -53,13 +53,8 @@ def task_of(run_dir: Path, faults: FaultConfig) -> Task:
     size = {"workers": 2, "workers_asked": 2, "alone": False, "chaos": False, "min_workers": 1, "max_workers": 8}
     new = {"resume": None, "continues": False, "lost": {}, "stop_wanted": "", "has_checkpoints": False}
     server = {"bind": "127.0.0.1:0", "host": "127.0.0.1", "secret": "s", "tls": {}, "jax_tls": False}
-    about = {
-        "faults": dataclasses.asdict(faults),
-        "versions": {},
-        "pid": os.getpid(),
-        "log_every": 1,
-        "tensorboard": False,
-    }
+    shown = {"log_every": 1, "tensorboard": False, "versions": {}, "pid": os.getpid()}
+    about = {"faults": dataclasses.asdict(faults), **shown}
     return Task(run_dir=str(run_dir), **recipe, **size, **new, **server, **about)
 
 

@@ -93,6 +93,11 @@ def test_a_secret_that_no_call_can_carry(
     assert "ELASTIC_TRAIN_SECRET holds what no call can carry" in message and secret not in message
 
 
+def test_set_without_a_value_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "digits_mlp", "--set"]) == 2
+    assert "--set: expected key=value" in capsys.readouterr().err
+
+
 def test_verify_faults_says_before_it_begins_that_the_steps_are_too_few(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -79,6 +79,11 @@ def test_arrays_need_one_length(arrays: dict):
         ArraySource(**arrays)
 
 
+def test_arrays_need_names():
+    with pytest.raises(DataError, match=r"name the arrays: ArraySource\(x=images"):
+        ArraySource({"x": np.zeros(3)})
+
+
 def test_token_windows_cover_every_target_once():
     tokens = TokenSource(np.arange(100, dtype=np.uint8), length=8)
     batch = read(tokens, np.arange(len(tokens)))["tokens"]
