@@ -74,6 +74,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=[], help="only these, equally often")
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--reference-seconds", type=float, default=20.0)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of all runs")
     parser.add_argument("--run-dir", type=Path, required=True)
     arguments = parser.parse_args()
     about = report.about()
@@ -89,7 +90,7 @@ def reference(arguments: argparse.Namespace) -> dict[int, float]:
     times = {}
     for workers in range(1, arguments.workers + 1):
         run_dir = arguments.run_dir / f"reference-{workers}"
-        with running(PACED, workers, MANY_STEPS, run_dir, SETTINGS) as job:
+        with running(PACED, workers, MANY_STEPS, run_dir, (*SETTINGS, *given(arguments))) as job:
             job.wait("a step", job.step)
             time.sleep(arguments.reference_seconds)
             job.stop()
@@ -102,8 +103,9 @@ def soak(arguments: argparse.Namespace, calm: dict[int, float]) -> dict[str, Any
     """Runs the job under faults, and reports."""
     run_dir, chaos = arguments.run_dir / "soak", arguments.run_dir / "chaos.toml"
     chaos.write_text(chaos_toml(arguments))
-    checked = (CHECK_EVERY_STEP,) if "flip" in arguments.kinds else ()
-    with running(PACED, arguments.workers, MANY_STEPS, run_dir, (*SETTINGS, *checked, "--chaos", str(chaos))) as job:
+    checked = ("--set", CHECK_EVERY_STEP) if "flip" in arguments.kinds else ()
+    options = (*SETTINGS, *checked, *given(arguments), "--chaos", str(chaos))
+    with running(PACED, arguments.workers, MANY_STEPS, run_dir, options) as job:
         job.wait("a step of all", lambda: job.step() > 20)
         began, before = time.monotonic(), usage(job.job.pid)
         while time.monotonic() < began + arguments.seconds and job.job.poll() is None:
@@ -111,7 +113,8 @@ def soak(arguments: argparse.Namespace, calm: dict[int, float]) -> dict[str, Any
         after = usage(job.job.pid) if job.job.poll() is None else {}
         exit_code = job.stop() if job.job.poll() is None else job.job.returncode
         summary = job.summary()
-        alone = plain_run(PACED, summary["step"], arguments.run_dir / "alone", ("--set", "sample_s=0"))
+        options = (*given(arguments), "--set", "sample_s=0")
+        alone = plain_run(PACED, summary["step"], arguments.run_dir / "alone", options)
         return {
             "seconds": arguments.seconds,
             "workers": arguments.workers,
@@ -122,6 +125,11 @@ def soak(arguments: argparse.Namespace, calm: dict[int, float]) -> dict[str, Any
             "goodput": summary["goodput"],
             "coordinator": {"at_start": before, "at_end": after},
         }
+
+
+def given(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The options of a run that were asked for here."""
+    return ("--set", *arguments.set) if arguments.set else ()
 
 
 def chaos_toml(arguments: argparse.Namespace) -> str:
