@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from elastic_train.coordinator import control_pb2
-from elastic_train.membership.group import Identity, View
+from elastic_train.membership.group import Identity, View, name_slots
 from elastic_train.membership.stragglers import Work
 
 NUM_STEP_TIMES = 32
@@ -89,6 +89,20 @@ class Reports:
     def phases(self, view: View) -> dict[int, str]:
         """What the members did last, by slot; empty if one has not said yet."""
         return {member.slot: self._newest.get(member.node, Report()).phase for member in view.members}
+
+
+def phases_in_words(phases: Mapping[int, str]) -> str:
+    """What slots do, those that do the same together.
+
+    >>> phases_in_words({0: "barrier", 1: "barrier", 2: "data", 3: ""})
+    "slots 0, 1 in 'barrier', slot 2 in 'data', slot 3 in no phase yet"
+    """
+    together: dict[str, list[int]] = {}
+    for slot, phase in sorted(phases.items()):
+        together.setdefault(phase, []).append(slot)
+    return ", ".join(
+        f"{name_slots(slots)} in {repr(phase) if phase else 'no phase yet'}" for phase, slots in together.items()
+    )
 
 
 def different_ends(finished: Mapping[int, control_pb2.Finished]) -> dict[int, tuple[int, str, str]]:

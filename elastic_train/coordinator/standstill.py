@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_train.coordinator.reports import Reports
+from elastic_train.coordinator.reports import Reports, phases_in_words
 from elastic_train.coordinator.watch import Note
 from elastic_train.membership.group import View
 
@@ -24,10 +24,9 @@ class Standstill:
         quiet_s = self._reports.quiet_s
         if view.members and quiet_s >= self._limit_s:
             phases = self._reports.phases(view)
-            where = ", ".join(f"slot {slot} in {phase or 'no phase yet'}" for slot, phase in phases.items())
             self._note(
                 "no_progress",
-                f"No step has committed for {quiet_s:.0f} s; the last is {step}. Now: {where}.",
+                f"No step has committed for {quiet_s:.0f} s; the last is {step}. Now: {phases_in_words(phases)}.",
                 step=step,
                 waited_s=round(quiet_s, 1),
                 phases={str(slot): phase for slot, phase in phases.items()},

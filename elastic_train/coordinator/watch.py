@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from elastic_train.config import FaultConfig
-from elastic_train.coordinator.reports import Reports
+from elastic_train.coordinator.reports import Reports, phases_in_words
 from elastic_train.membership.group import Identity
 from elastic_train.membership.roster import Roster, Worker
 from elastic_train.membership.roster_events import Unfit
@@ -109,9 +109,8 @@ class Watch:
         phases = self._reports.phases(roster.view)
         self._note(
             "all_waiting",
-            f"All members wait for each other for {chosen.waited_s:.0f} s: "
-            + ", ".join(f"slot {slot} in {phase!r}" for slot, phase in phases.items())
-            + f". If that goes on, slot {chosen.identity.slot} is replaced in {chosen.limit_s:.0f} s.",
+            f"All members wait for each other for {chosen.waited_s:.0f} s: {phases_in_words(phases)}. "
+            f"If that goes on, slot {chosen.identity.slot} is replaced in {chosen.limit_s:.0f} s.",
             phases={str(slot): phase for slot, phase in phases.items()},
             waited_s=round(chosen.waited_s, 1),
             limit_s=chosen.limit_s,

@@ -27,7 +27,7 @@ from elastic_train.launch.processes import Exit, WorkerProcesses
 from elastic_train.launch.relay import Relay
 from elastic_train.launch.spares import Spares
 from elastic_train.launch.starts import EnvironmentOf, Starts
-from elastic_train.membership.group import Identity
+from elastic_train.membership.group import Identity, name_slots
 
 SAY_S = 2.0
 """After this long without an answer an agent says whom it waits for."""
@@ -298,8 +298,8 @@ class Agent:
                 end = self._workers.dump_and_kill if message.kill.dump_stacks else self._workers.kill
                 end(wire.identity_value(message.kill.identity))
             case "refused":
-                slots = ", ".join(map(str, message.refused.slots))
-                self._on_note(f"this host does not fill slots {slots}: {message.refused.reason}")
+                slots = name_slots(message.refused.slots)
+                self._on_note(f"this host does not fill {slots}: {message.refused.reason}")
             case other:
                 raise ValueError(f"the coordinator sent {other!r}, which this version of the agent does not know")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import re
 import signal
 import sysconfig
@@ -15,12 +16,18 @@ DUMP_SIGNAL = signal.SIGUSR2
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
-LIBRARIES = tuple(
-    {
-        str(Path(__file__).resolve().parents[1]),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    }
-)
+DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax", "grpc", "numpy")
+"""Packages that may lie elsewhere than what is installed with this Python: on PYTHONPATH."""
+
+
+def _libraries() -> tuple[str, ...]:
+    specs = [importlib.util.find_spec(name) for name in DEPENDENCIES]  # imports nothing
+    lie = [path for spec in specs if spec for path in spec.submodule_search_locations or ()]
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    return tuple({str(Path(__file__).resolve().parents[1]), *installed, *lie})
+
+
+LIBRARIES = _libraries()
 """Where code lies that is not the user's: this package, the standard library, what is installed."""
 
 

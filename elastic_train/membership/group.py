@@ -33,9 +33,20 @@ class Identity(NamedTuple):
 
 
 def name_slots(slots: Iterable[int]) -> str:
-    """How a message names slots."""
-    numbers = [str(slot) for slot in slots]
-    return ("slot " if len(numbers) == 1 else "slots ") + ", ".join(numbers)
+    """How a message names slots.
+
+    >>> name_slots([0, 1, 2, 3, 5, 6])
+    'slots 0-3, 5, 6'
+    """
+    numbers = list(slots)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ("slot " if len(numbers) == 1 else "slots ") + ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -576,7 +576,7 @@ def test_a_quiet_job_says_where_everybody_is() -> None:
         link.phase("exchange", 12)
         link.viewed(View(1, (link.identity, Identity(1, 0, 2))), "formed", (), (), 12, 0.0)
         shown = job.shown.expect_kind(str)
-        assert "the last is 12. Now: slot 0 in exchange, slot 1 in no phase yet." in shown
+        assert "the last is 12. Now: slot 0 in 'exchange', slot 1 in no phase yet." in shown
     finally:
         job.close()
 
