@@ -159,7 +159,7 @@ def _prepare(
             print(f"NCCL has not begun within {NCCL_LIMIT_S:g} s, which is no reason to wait", file=sys.stderr)
     times.enter("state")
     if settings.restore and settings.state_descriptor >= 0:
-        records = training.take_state(settings.state_descriptor)
+        records = training.handover.take(settings.state_descriptor)
         link.restore(records or ())
         found = "none that fits" if records is None else f"the one after step {training.state.step}"
         print(f"the state that this slot's last worker left: {found}", file=sys.stderr, flush=True)
@@ -209,7 +209,7 @@ def _leave_state(training: "Training", settings: WorkerSettings, reason: str) ->
     done = ""
     try:
         if settings.state_descriptor >= 0:
-            done = training.leave_state(settings.state_descriptor, settings.job.heartbeat_timeout_s)
+            done = training.handover.leave(settings.state_descriptor, settings.job.heartbeat_timeout_s)
     except Exception:  # this worker has no other use, and others may have their state
         print(traceback.format_exc(), file=sys.stderr, flush=True)
     if done:
