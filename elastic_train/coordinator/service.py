@@ -19,9 +19,10 @@ from elastic_train.coordinator import control_pb2, security
 from elastic_train.coordinator.actions import Actions
 from elastic_train.coordinator.agent_streams import AgentStreams
 from elastic_train.coordinator.checkpoints import Checkpoints
-from elastic_train.coordinator.commits import Records
+from elastic_train.coordinator.commits import Commits, Records
 from elastic_train.coordinator.connections import Connections
 from elastic_train.coordinator.decisions import Apply, Decisions
+from elastic_train.coordinator.departures import Departures
 from elastic_train.coordinator.ending import Ending, OnEnd
 from elastic_train.coordinator.jax_service import JaxService
 from elastic_train.coordinator.loop import EventLoop
@@ -124,18 +125,16 @@ class Coordinator:
         self._orders = Orders(self._decisions, self._ending, self._checkpoints, on_resized)
         self._workers = WorkerStreams(
             self._decisions,
-            self._loop,
             self._connections,
             self._ending,
             self._reports,
             self._watch,
             self._checkpoints,
-            records,
+            Commits(self._loop, self._connections, records, self._show),
             self._note,
-            self._show,
-            faults,
             generation,
         )
+        self._departures = Departures(self._decisions, self._loop, self._connections, self._ending)
 
         # The port first: a port in use is the likeliest error, and cheap to find.
         self._server = Server(self, bind, secret, faults.keepalive_s, 2 * max(limits.num_slots, ROOM) + 16, tls)
@@ -153,7 +152,7 @@ class Coordinator:
             self._connections,
             self._ending,
             self._checkpoints,
-            self._workers,
+            self._departures,
             control_pb2.AgentWelcome(
                 jax_address=self.jax_address, num_nodes=self._jax.num_nodes, jax_tls=jax_tls, generation=generation
             ),
@@ -233,7 +232,7 @@ class Coordinator:
         self._loop.post(partial(self._workers.message, stream, message))
 
     def worker_ended(self, stream: Stream, broken: bool) -> None:
-        self._loop.post(partial(self._workers.ended, stream, broken))
+        self._loop.post(partial(self._departures.stream_ended, stream, broken))
 
     def agent_message(self, stream: Stream, message: control_pb2.FromAgent) -> None:
         self._loop.post(partial(self._agents.message, stream, message))

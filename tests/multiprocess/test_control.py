@@ -397,7 +397,7 @@ def test_close_sends_what_is_queued_and_is_no_silence(job: Job) -> None:
 
 
 def test_a_worker_that_closes_but_lives_on_is_silent(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_train.coordinator.worker_streams.LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("elastic_train.coordinator.departures.LEAVE_TIMEOUT_S", 0.05)
     link = job.link(1)
     link.close()
     assert "closed, and no exit was reported" in job.events.expect_kind(r.Silent).reason
