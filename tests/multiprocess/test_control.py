@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from elastic_train.config import REPORT_INTERVAL_S, FaultConfig
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.client import Link
-from elastic_train.coordinator.service import Coordinator
+from elastic_train.coordinator.service import Coordinator, Endpoint
 from elastic_train.coordinator.streams import SERVICE_NAME
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.membership import roster_events as r
@@ -86,8 +86,8 @@ class Job:
         self.coordinator = Coordinator(
             Limits(num_slots, faults=FaultConfig(keepalive_s=keepalive_s), num_nodes=starts_per_slot * num_slots),
             self,
+            Endpoint(secret=SECRET),
             apply=self._apply,
-            secret=SECRET,
             on_note=self.shown.append,
             on_end=lambda end, finished: self.ends.append((end, {s: f.status for s, f in finished.items()})),
             stall_note_s=stall_note_s,
@@ -635,9 +635,8 @@ def start_at(bind: str) -> None:
     Coordinator(
         Limits(1),
         records=None,  # type: ignore[arg-type]
+        endpoint=Endpoint(secret=SECRET, bind=bind),
         apply=lambda roster, event: (roster, ()),
-        bind=bind,
-        secret=SECRET,
     )
 
 
