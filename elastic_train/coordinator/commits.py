@@ -1,6 +1,6 @@
 """From the members' records of committed steps to the disk, and the acknowledgement back.
 
-Each member keeps every record until it is acknowledged; only the lowest one sends. When the lowest member
+Each member keeps every record until it is acknowledged; only the first one sends. When the first member
 changes, the new one sends what is unacknowledged again, while the old one's last message may still be under
 way. So records come twice, and steps may come out of order: the `Records` put that right.
 """
