@@ -39,6 +39,7 @@ from elastic_train.telemetry.leaves import write_leaves
 from elastic_train.terminal import say
 
 PAUSE_S = 0.2
+"""How long a member below the floor waits between two votes."""
 
 
 @dataclass(frozen=True)

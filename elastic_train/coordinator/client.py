@@ -168,11 +168,6 @@ class Link:
         """Keeps the records of the worker whose state this one has; see `pending_records`."""
         self._outbox.restore(records)
 
-    @property
-    def num_unacknowledged(self) -> int:
-        """How many records are kept because the coordinator may not have them on disk."""
-        return self._outbox.num_unacknowledged
-
     def resend(self) -> None:
         """Sends all unacknowledged records (again): this member is the first now, or may be alone in having them."""
         self._outbox.resend()

@@ -348,7 +348,7 @@ def test_a_wrong_secret_is_refused_and_health_needs_none(job: Job) -> None:
 
 def wait_acknowledged(link: Link) -> None:
     with link._changed:
-        assert link._changed.wait_for(lambda: not link.num_unacknowledged, PATIENCE_S)
+        assert link._changed.wait_for(lambda: not link.pending_records(), PATIENCE_S)
 
 
 def test_records_are_kept_until_they_are_on_disk_and_sent_again_by_the_next(job: Job) -> None:
