@@ -160,7 +160,7 @@ def start_agent(
       environ: what workers inherit.
       options: where workers listen for other hosts, by default at the address that this host has towards the
         coordinator; and whether this host fills certain slots only, or could fill more.
-      faults: how many processes are held ready for its workers; how long the coordinator is tried to be reached.
+      faults: how many processes are held ready for its workers; how long it tries to reach the coordinator.
       on_note: shows a line to the person who watches.
     """
     environ = with_shared_memory(environ, devices.sharing)
