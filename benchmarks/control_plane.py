@@ -34,7 +34,7 @@ from observed import usage
 
 from elastic_train.config import FaultConfig
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
-from elastic_train.coordinator.service import Coordinator
+from elastic_train.coordinator.service import Coordinator, Endpoint
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.roster import Limits, apply
 from elastic_train.telemetry.records import RunDirectory
@@ -304,7 +304,7 @@ def hold_coordinator(pipe: Connection, num: int, secret: str, directory: Path) -
     limits = Limits(num, faults=faults, num_nodes=num + SPARE_NODES)
     began = time.monotonic()
     with RunDirectory(directory / "run") as records:
-        coordinator = Coordinator(limits, records, apply=apply, secret=secret)
+        coordinator = Coordinator(limits, records, Endpoint(secret=secret), apply=apply)
         pipe.send((coordinator.address, coordinator.jax_address, time.monotonic() - began))
         while True:
             pipe.recv()

@@ -1,4 +1,4 @@
-"""Settings of a run: frozen dataclasses, then a TOML file, then the command line."""
+"""Settings of a run, as frozen dataclasses that are checked when they are made; `config_files` reads them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Every private name of jax and jaxlib that is used. Tried on 0.10.2, 0.11.2 and 0.12.0.1.
 
-Nothing is imported before it is used: the coordinator needs the first two functions, and must not import `jax`.
+Nothing is imported before it is used: the command and the coordinator need `knows_mtls`, `coordination_service` and
+`coordination_client`, and must not import `jax`.
 """
 
 from __future__ import annotations

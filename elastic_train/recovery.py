@@ -51,12 +51,14 @@ class Held:
       state: the newest committed state.
       counts: False while it is only what the seed gives, or was received and not yet compared; then it is not donated.
       owes: the evaluation of this step is due, and has not been made.
+      nonfinite_in_a_row: how many times in a row, up to this step, the gradient was not finite.
       moving: held by the thread that replaces the state, and by one that copies it: only one of them may.
     """
 
     state: TrainState
     counts: bool = False
     owes: bool = False
+    nonfinite_in_a_row: int = 0
     moving: threading.Lock = field(default_factory=threading.Lock)
 
 

@@ -133,7 +133,8 @@ class Trainer(abc.ABC):
         """The loss of some samples; traced.
 
         Args:
-          model: in training mode. What it changes in itself (batch statistics) is kept, averaged over the shards.
+          model: in training mode. What it changes in itself is kept: averaged over the shards if it is floating-point
+            (batch statistics), and otherwise (an integer counter) as shard 0 has it.
           batch: what `train_data` gives, stacked: arrays [rows, ...].
           rngs: keys of this step and shard.
 

@@ -7,14 +7,13 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from elastic_train.checkpoint.keeping import Keeping
 from elastic_train.config import shards_note
 from elastic_train.errors import NonFiniteError, UserCodeError
-from elastic_train.launch.carried import discard
+from elastic_train.handover import Handover
 from elastic_train.membership.group import (
     MAX_JOINERS_PER_STEP,
     Agreed,
@@ -34,11 +33,13 @@ from elastic_train.policies import Failures, action_message, stop_message
 from elastic_train.recipe import Recipe
 from elastic_train.recovery import Held, Recovery
 from elastic_train.state import TrainState, key_path_leaves
-from elastic_train.step.commit import Outcome, Stepper
+from elastic_train.step.commit import Stepper
+from elastic_train.step_record import StepRecord
 from elastic_train.telemetry.leaves import write_leaves
 from elastic_train.terminal import say
 
 PAUSE_S = 0.2
+"""How long a member below the floor waits between two votes."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ class Training:
       min_workers: below this many members no step is tried.
       leave_requested: set when this worker alone was asked to leave.
       checkpoints: the checkpoint directory; None saves nothing.
+
+    Attributes:
+      handover: what this member leaves to the slot's next worker, and was left by the last one.
     """
 
     def __init__(
@@ -95,23 +99,18 @@ class Training:
         checkpoints: str | None = None,
     ) -> None:
         self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
-        self._config, self._trainer, self._local = recipe.config, recipe.trainer, recipe.local
+        self._config, self._trainer = recipe.config, recipe.trainer
         self._held = Held(recipe.local.give_initial())
         self._keeping = Keeping(recipe, group, outside, checkpoints)
+        self._record = StepRecord(recipe, group, outside)
+        self.handover = Handover(recipe, group, outside, self._held, self._record)
         self._is_moving = False
-        self._taken: TrainState | None = None  # the state that is still in the agent's memory, too
-        self._descriptor = -1
         self._stepper = Stepper(
             group, recipe.local, recipe, recipe.batches, self._phase, outside.worked, self._before_update
         )
         self._recovery = Recovery(recipe, group, outside, self._held, self._phase, self._keeping.load)
         self._failure = ""
         self._failures = Failures(self._config.faults.max_step_failures)
-        self._nonfinite_in_a_row = 0
-        self._metrics: dict[str, float] = {}
-        self._record: dict[str, Any] | None = None
-        self._recovered: dict[str, Any] | None = None
-        self._last_commit = time.monotonic()
         self._leave_requested = leave_requested or threading.Event()
 
     def run(self, view: View) -> Result:
@@ -129,80 +128,29 @@ class Training:
         if view.members[0] == self._group.me:
             self._keeping.warm_up(self.state)  # importing takes seconds, which a short run would wait for at its end
         self._begin(view)
-        self._forget_taken()
+        self.handover.give_back()
         # What the generation before has left to do, and the step that admitted this member.
         self._evaluate_if_due()
-        self._send_record(is_alone=True)
+        self._record.send(is_alone=True)
         while self.state.step < self._config.steps:
             if len(self._group.view.members) < self._min_workers:
                 verdict = self._pause()
             else:
                 verdict = self._step()
             if isinstance(verdict, Commit) and self._group.me in verdict.leaving and not verdict.stop:
-                self._send_record()
-                return Result("left", self.state, self._metrics)
+                self._record.send()
+                return Result("left", self.state, self._record.metrics)
             self._follow(verdict)
             self._evaluate_if_due()
-            self._send_record()
+            self._record.send()
             if isinstance(verdict, Commit):
                 if verdict.stop:
                     break
-                self._keeping.committed(self.state, verdict.save, self._metrics)
+                self._keeping.committed(self.state, verdict.save, self._record.metrics)
         if self._failure:  # of the last step's hook: no step follows that it could be a failure of
             self._outside.failed(self.state.step, False, False, self._failure)
-        self._keeping.last(self.state, self._metrics)
-        return Result("done" if self.state.step >= self._config.steps else "stopped", self.state, self._metrics)
-
-    def leave_state(self, descriptor: int, limit_s: float) -> str:
-        """Copies what this member has committed into the agent's memory, from another thread. The thread that trains
-        may be stuck, but for as long as it replaces the state it is waited for; it never does so again.
-
-        Returns what came of it, and raises OSError if there is not enough memory, TimeoutError if the thread that
-        trains takes longer than `limit_s`. Nothing counts then.
-        """
-        from elastic_train.checkpoint.carry import Carried, leave_state
-
-        if not self._held.moving.acquire(timeout=limit_s):
-            raise TimeoutError(f"the update has not ended within {limit_s:g} s")
-        state = self._held.state
-        if state is self._taken:
-            return "its state where it was"
-        if not self._held.counts:
-            return ""
-        # The record first: the thread that trains hands it over to the others and drops it here, in this order.
-        record = self._record
-        about = Carried(
-            step=state.step,
-            samples=state.samples,
-            epoch=self._group.view.epoch,
-            records=tuple(self._outside.pending_records()),
-            record=record,
-            metrics=self._metrics,
-            nonfinite=self._nonfinite_in_a_row,
-        )
-        leave_state(descriptor, state, about)
-        return f"the state after step {state.step}"
-
-    def take_state(self, descriptor: int) -> tuple[str, ...] | None:
-        """Begins with the state that the slot's last worker left. Returns the records that it had not got rid of; None
-        if there is no state, or that of another model."""
-        from elastic_train.checkpoint.carry import take_state
-
-        found = take_state(descriptor, self.state, self._recipe.device)
-        if found is None:
-            return None
-        self._held.state, about = found
-        self._held.counts = True
-        self._taken, self._descriptor = self._held.state, descriptor
-        self._record, self._metrics, self._nonfinite_in_a_row = about.record, about.metrics, about.nonfinite
-        return tuple(about.records)
-
-    def _forget_taken(self) -> None:
-        """The members have it: the agent's memory is free again."""
-        if self._taken is not None:
-            with self._held.moving:
-                self._taken = None
-                discard(self._descriptor)
+        self._keeping.last(self.state, self._record.metrics)
+        return Result("done" if self.state.step >= self._config.steps else "stopped", self.state, self._record.metrics)
 
     def refuse_other_checkpoint(self) -> None:
         """Raises UsageError if the newest checkpoint cannot be gone on from with this model and these data."""
@@ -241,14 +189,14 @@ class Training:
         left: tuple[Identity, ...] = (),
         came: tuple[Identity, ...] = (),
     ) -> None:
-        has_record = self._record is not None and "evaluation" not in self._record
-        self._held.owes = self._held.owes or (has_record and self._evaluation_is_due)
-        self._recovered = self._recovery.begin(view, died, left, came)
-        if self._recovered["kind"] == "formed":
-            self._metrics = self._keeping.begun(self.state.step)
+        self._held.owes = self._held.owes or (self._record.lacks_evaluation and self._evaluation_is_due)
+        recovered = self._recovery.begin(view, died, left, came)
+        self._record.epoch_begun(recovered)
+        if recovered["kind"] == "formed":
+            self._record.metrics = self._keeping.begun(self.state.step)
         me, step = self._group.me.slot, self.state.step
         self._phase("hook")
-        failure = self._trainer._epoch_begun(self._group.view, me, step, self._recovered)
+        failure = self._trainer._epoch_begun(self._group.view, me, step, recovered)
         self._failure = self._failure or failure
 
     def _pause(self) -> Agreed:
@@ -271,7 +219,7 @@ class Training:
             stop=self._outside.stop_requested is not None,
             leave=self._leave_requested.is_set(),
             spent=self._failures.next_is_last,
-            nonfinite=self._nonfinite_in_a_row,
+            nonfinite=self._held.nonfinite_in_a_row,
             save=self._group.is_first and self._keeping.wants(),
             joiners=candidates if self._group.is_first else (),
         )
@@ -290,8 +238,8 @@ class Training:
             self._held.state = outcome.state
             if isinstance(outcome.verdict, Commit):
                 skipped = outcome.verdict.skipped
-                self._nonfinite_in_a_row = skipped.in_a_row if skipped else 0
-                self._committed(before, outcome, skipped is not None)
+                self._held.nonfinite_in_a_row = skipped.in_a_row if skipped else 0
+                self._record.committed(before, outcome, skipped is not None)
         finally:
             if self._is_moving:  # state and record belong together from here on
                 self._is_moving = False
@@ -326,7 +274,7 @@ class Training:
         spent = self._group.me in verdict.spent
         self._outside.failed(self.state.step, spent, False, failure)
         if spent:
-            self._send_record()  # of the step before, if this was in its evaluation
+            self._record.send()  # of the step before, if this was in its evaluation
         if spent and len(verdict.spent) == len(self._group.view.members):
             raise UserCodeError(failure)
         if spent:
@@ -336,7 +284,7 @@ class Training:
         """The same step again, if the policy says so and its budget allows it; otherwise the end."""
         faults = self._config.faults
         again = faults.nonfinite == "retry" and found.in_a_row <= faults.max_nonfinite_retries
-        self._nonfinite_in_a_row = found.in_a_row
+        self._held.nonfinite_in_a_row = found.in_a_row
         self._note_nonfinite(found, self.state.step, "retry" if again else "stop", metrics)
         if not again:
             raise NonFiniteError(stop_message(found, self.state.step + 1, metrics["loss"], faults))
@@ -356,55 +304,17 @@ class Training:
             loss=metrics["loss"],
         )
 
-    def _committed(self, before: TrainState, outcome: Outcome, skipped: bool) -> None:
-        metrics = outcome.metrics
-        now = time.monotonic()
-        sampler = self._recipe.batches.sampler
-        spans = sampler.spans(before.samples, self.state.samples - before.samples)
-        record: dict[str, Any] = {
-            "step": self.state.step,
-            "samples": self.state.samples,
-            "first_sample": before.samples,
-            "num_samples": self.state.samples - before.samples,
-            "passes": [list(span) for span in spans],
-            "pass_size": sampler.num_samples,
-            **metrics,
-            "learning_rate": self._local.learning_rate(before.step),
-            "workers": sorted(member.slot for member in self._group.view.members),
-            "epoch": self._group.view.epoch,
-            "step_time_s": now - self._last_commit,
-            "time": time.time(),
-            "phases": self._outside.times.take(),
-        }
-        if skipped:
-            record["skipped"] = True
-        if self._recovered is not None:
-            record["recovered"] = {**self._recovered, "shards_reused": outcome.num_reused}
-            self._recovered = None
-        self._last_commit = now
-        self._metrics = {**self._metrics, **metrics}
-        self._record = record
-
     def _before_update(self) -> None:
         """The state is about to be replaced. Nobody who copies it may be interrupted by that."""
         self._held.moving.acquire()
         self._is_moving = True
-        if self._local.num_states < 3:  # what is being copied for a checkpoint has no room beside the next one
+        if self._recipe.local.num_states < 3:  # what is being copied for a checkpoint has no room beside the next one
             self._keeping.before_update()
-
-    def _send_record(self, is_alone: bool = False) -> None:
-        """Every member keeps the record until it is known to be on disk; the first one sends it, or the one that may be
-        alone in having it."""
-        if self._record is not None:
-            urgent = "recovered" in self._record or "evaluation" in self._record
-            self._outside.record(self._record, flush=urgent, send=is_alone or self._group.is_first)
-            self._record = None
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the step just committed, so that its record can tell."""
         evaluator, step = self._recipe.evaluator, self.state.step
-        record = self._record if self._record is not None and self._record["step"] == step else None
-        has_news = record is not None or self._held.owes
+        has_news = self._record.is_of(step) or self._held.owes
         if evaluator is None or not self._evaluation_is_due or not has_news:
             return
         while True:
@@ -416,11 +326,8 @@ class Training:
                 self._retry(verdict, failure)
             self._follow(verdict)
         self._failures.committed()
-        self._last_commit = time.monotonic()
-        self._metrics = {**self._metrics, **{f"eval_{name}": value for name, value in means.items()}}
+        self._record.evaluated(step, means)
         self._held.owes = False
-        if record is not None:
-            record["evaluation"] = means
 
     @property
     def _evaluation_is_due(self) -> bool:

@@ -10,15 +10,13 @@ from elastic_train.coordinator.commits import Records
 from elastic_train.coordinator.connections import Connections
 from elastic_train.coordinator.jax_service import JaxService
 from elastic_train.coordinator.loop import EventLoop
+from elastic_train.coordinator.watch import Note
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import MAX_JOINERS_PER_STEP, Identity, View
 
 SECONDS_PER_NEWS = 2e-4
 """What to tell one member of joiners may take. While hundreds get ready one after the other, all members are told once
 in that time for each: the list replaces the one before, and a step admits only so many."""
-
-Note = Callable[..., None]
-"""Called as `note(event, text to show, **fields)`."""
 
 
 class Actions:

@@ -8,9 +8,9 @@ from elastic_train.coordinator import control_pb2, wire
 from elastic_train.coordinator.checkpoints import Checkpoints
 from elastic_train.coordinator.connections import Connections
 from elastic_train.coordinator.decisions import Decisions
+from elastic_train.coordinator.departures import Departures
 from elastic_train.coordinator.ending import Ending, shutdown_message
 from elastic_train.coordinator.streams import Stream
-from elastic_train.coordinator.worker_streams import WorkerStreams
 from elastic_train.membership import roster_events as r
 
 
@@ -18,7 +18,7 @@ class AgentStreams:
     """Makes events of the roster of what agents say.
 
     Args:
-      decisions, connections, ending, checkpoints, workers: as in `service.Coordinator`.
+      decisions, connections, ending, checkpoints, departures: as in `service.Coordinator`.
       welcome: what every agent is told first.
     """
 
@@ -28,11 +28,11 @@ class AgentStreams:
         connections: Connections,
         ending: Ending,
         checkpoints: Checkpoints,
-        workers: WorkerStreams,
+        departures: Departures,
         welcome: control_pb2.AgentWelcome,
     ) -> None:
         self._decisions, self._connections, self._ending = decisions, connections, ending
-        self._checkpoints, self._workers, self._welcome = checkpoints, workers, welcome
+        self._checkpoints, self._departures, self._welcome = checkpoints, departures, welcome
 
     def message(self, stream: Stream, message: control_pb2.FromAgent) -> None:
         """Something has arrived."""
@@ -73,7 +73,7 @@ class AgentStreams:
 
     def _exited(self, exited: control_pb2.Exited) -> None:
         identity = wire.identity_value(exited.identity)
-        self._workers.exited(identity)
+        self._departures.exited(identity)
         if not self._ending.worker_exited(identity, exited.exit_code, exited.time):
             event = r.Exited(identity, exited.exit_code, exited.traceback, exited.stuck_at)
             self._decisions.apply(event, reported_time=exited.time)

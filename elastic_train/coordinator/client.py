@@ -38,7 +38,7 @@ def _ignore(_: object) -> None:
 class Link:
     """One worker's connection. All methods may be called from any thread.
 
-    Only `hello`, `close` and the two `wait_` methods wait.
+    Only `hello`, `close` and the `wait_` methods wait.
 
     Attributes:
       generation: that of the coordinator.
@@ -156,7 +156,7 @@ class Link:
         Args:
           record: JSON values; needs an integer `step`.
           flush: send it now instead of with others within 50 ms.
-          send: whether this member is the lowest. The others keep their records, in case it dies.
+          send: whether it is sent at all. The first member sends its records, the others keep theirs, in case it dies.
         """
         self._outbox.record(record, flush, send)
 
@@ -168,13 +168,8 @@ class Link:
         """Keeps the records of the worker whose state this one has; see `pending_records`."""
         self._outbox.restore(records)
 
-    @property
-    def num_unacknowledged(self) -> int:
-        """How many records are kept because the coordinator may not have them on disk."""
-        return self._outbox.num_unacknowledged
-
     def resend(self) -> None:
-        """Sends all unacknowledged records (again): this member is the lowest now."""
+        """Sends all unacknowledged records (again): this member is the first now, or may be alone in having them."""
         self._outbox.resend()
 
     def saved(self, save: Save) -> None:

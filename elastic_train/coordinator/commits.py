@@ -1,6 +1,6 @@
 """From the members' records of committed steps to the disk, and the acknowledgement back.
 
-Each member keeps every record until it is acknowledged; only the lowest one sends. When the lowest member
+Each member keeps every record until it is acknowledged; only the first one sends. When the first member
 changes, the new one sends what is unacknowledged again, while the old one's last message may still be under
 way. So records come twice, and steps may come out of order: the `Records` put that right.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from elastic_train.coordinator import control_pb2
+from elastic_train.coordinator.connections import Connections
 from elastic_train.coordinator.loop import EventLoop
 
 ACK_INTERVAL_S = 0.2
@@ -34,25 +36,18 @@ class Records(Protocol):
 
 
 class Commits:
-    """Hands records on. Used from the event loop's thread only.
+    """Hands records on, and tells all workers, at most five times a second, up to which step everything is on disk.
+    Used from the event loop's thread only.
 
     Args:
-      acknowledge: told, at most five times a second, up to which step everything is on disk; says how many workers
-        that went to.
-      lost: told the first and the last step whose records nobody has.
+      loop, connections, records: as in `service.Coordinator`.
+      show: shows a line to the person who watches.
     """
 
     def __init__(
-        self,
-        loop: EventLoop,
-        records: Records,
-        acknowledge: Callable[[int], int],
-        lost: Callable[[int, int], None],
+        self, loop: EventLoop, connections: Connections, records: Records, show: Callable[[str], None]
     ) -> None:
-        self._loop = loop
-        self._records = records
-        self._acknowledge = acknowledge
-        self._lost = lost
+        self._loop, self._connections, self._records, self._show = loop, connections, records, show
         self._written_step = 0
         self._interval_s = ACK_INTERVAL_S
 
@@ -73,11 +68,17 @@ class Commits:
 
     def _send_acknowledgement(self) -> None:
         step = self._records.flushed_step
-        self._interval_s = max(ACK_INTERVAL_S, self._acknowledge(step) / ACKS_PER_S)
+        num_told = self._connections.tell_all(control_pb2.ToWorker(ack=control_pb2.Ack(step=step)))
+        self._interval_s = max(ACK_INTERVAL_S, num_told / ACKS_PER_S)
         if step < self._written_step:
             self._loop.after("acknowledge", self._interval_s, self._send_acknowledgement)
 
     def _skip_gap(self) -> None:
         if gap := self._records.gap:
-            self._lost(*gap)
+            first_step, last_step = gap
+            # The event is written by whoever keeps the records.
+            self._show(
+                f"The records of steps {first_step} to {last_step} are lost: all members that had them died"
+                " before they were sent. The steps themselves count."
+            )
             self._written(self._records.skip_gap())

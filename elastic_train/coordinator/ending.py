@@ -11,6 +11,7 @@ from elastic_train.coordinator.commits import Records
 from elastic_train.coordinator.connections import Connections
 from elastic_train.coordinator.loop import EventLoop
 from elastic_train.coordinator.reports import different_ends
+from elastic_train.coordinator.watch import Note
 from elastic_train.membership import roster_events as r
 from elastic_train.membership.group import Identity
 from elastic_train.membership.roster import Roster
@@ -40,7 +41,7 @@ class Ending:
         connections: Connections,
         records: Records,
         loop: EventLoop,
-        note: Callable[..., None],
+        note: Note,
         on_end: OnEnd | None,
     ) -> None:
         self._connections, self._records, self._loop = connections, records, loop

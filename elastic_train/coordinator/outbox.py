@@ -111,10 +111,6 @@ class Outbox:
         with self._changed:
             self._unacknowledged.extend((json.loads(text)["step"], text) for text in records)
 
-    @property
-    def num_unacknowledged(self) -> int:
-        return len(self._unacknowledged)
-
     def resend(self) -> None:
         """Sends all that are not acknowledged (again)."""
         with self._changed:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 
 from elastic_train.config import report_interval_s
@@ -19,9 +20,10 @@ from elastic_train.coordinator import control_pb2, security
 from elastic_train.coordinator.actions import Actions
 from elastic_train.coordinator.agent_streams import AgentStreams
 from elastic_train.coordinator.checkpoints import Checkpoints
-from elastic_train.coordinator.commits import Records
+from elastic_train.coordinator.commits import Commits, Records
 from elastic_train.coordinator.connections import Connections
 from elastic_train.coordinator.decisions import Apply, Decisions
+from elastic_train.coordinator.departures import Departures
 from elastic_train.coordinator.ending import Ending, OnEnd
 from elastic_train.coordinator.jax_service import JaxService
 from elastic_train.coordinator.loop import EventLoop
@@ -43,6 +45,48 @@ ROOM = 32
 CLOSE_GRACE_S = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where a coordinator is reached, and by whom.
+
+    Attributes:
+      secret: what every caller must know.
+      bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
+      host: what callers know this host by; by default the host of `bind`.
+      tls: this host's files for TLS, checked already.
+      jax_tls: whether JAX's service uses them, too.
+    """
+
+    secret: str
+    bind: str = "127.0.0.1:0"
+    host: str = ""
+    tls: security.Tls = security.PLAIN
+    jax_tls: bool = False
+
+    @property
+    def bind_host(self) -> str:
+        return self.bind.rpartition(":")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """What a coordinator goes on with; by default nothing.
+
+    Attributes:
+      past: what earlier parts of the run say, whose generations, epochs and incarnations go on.
+      has_checkpoints: the run goes on from a checkpoint.
+      returning, stop_wanted: see `roster.beginning`.
+    """
+
+    past: Past = field(default_factory=Past)
+    has_checkpoints: bool = False
+    returning: bool = False
+    stop_wanted: str = ""
+
+
+NEW_RUN = Before()
+
+
 class Coordinator:
     """Serves one job from construction until `close`.
 
@@ -50,16 +94,8 @@ class Coordinator:
       limits: sizes, budgets and time limits; also the roster's.
       records: gets each Note as `event` and each record of a committed step as `commit`; steps may come again
         and out of order.
+      endpoint, before: see there.
       apply: the state machine, `elastic_train.membership.roster.apply`.
-      past: what earlier parts of the run say, whose epochs and incarnations go on.
-      has_checkpoints: the run goes on from a checkpoint.
-      generation: this coordinator's number; a job gets another one when its JAX service is replaced.
-      returning, stop_wanted: see `roster.beginning`.
-      bind: "host:port"; port 0 takes a free one. JAX's service listens on the same host, another port.
-      host: what callers know this host by; by default the host of `bind`.
-      secret: what every caller must know.
-      tls: this host's files for TLS, checked already.
-      jax_tls: whether JAX's service uses them, too.
       on_note: shows a line to the person who watches.
       on_end: called once, with the End and the last report of each slot that finished.
       on_next_generation: called with the reason when this coordinator shall end, and the next one begin.
@@ -68,27 +104,20 @@ class Coordinator:
 
     Attributes:
       address, jax_address: "host:port" of the control plane and of JAX's service.
+      generation: this coordinator's number; a job gets another one when its JAX service is replaced.
       roster: the newest state; may be read from any thread.
 
-    Raises UsageError if `bind` is taken. If the event loop fails, the job ends with exit code 1.
+    Raises UsageError if it cannot listen at `endpoint`. If the event loop fails, the job ends with exit code 1.
     """
 
     def __init__(
         self,
         limits: Limits,
         records: Records,
+        endpoint: Endpoint,
         *,
         apply: Apply,
-        past: Past | None = None,
-        has_checkpoints: bool = False,
-        generation: int = 0,
-        returning: bool = False,
-        stop_wanted: str = "",
-        bind: str = "127.0.0.1:0",
-        host: str = "",
-        secret: str,
-        tls: security.Tls = security.PLAIN,
-        jax_tls: bool = False,
+        before: Before = NEW_RUN,
         on_note: Callable[[str], None] | None = None,
         on_end: OnEnd | None = None,
         on_next_generation: Callable[[str], None] | None = None,
@@ -96,14 +125,14 @@ class Coordinator:
         stall_note_s: float = 30.0,
     ) -> None:
         faults = limits.faults
-        self.generation = generation
+        self.generation = before.past.generation + 1
         self._on_next_generation = on_next_generation
         self._records = records
         self._show = on_note or (lambda text: None)
         self._look_interval_s = report_interval_s(faults.step_timeout_s)
         self._loop = EventLoop("coordinator", self._loop_failed)
         self._decisions = Decisions(
-            _first_roster(limits, past, stop_wanted, returning),
+            _first_roster(limits, before),
             apply,
             lambda actions, source: self._actions.carry_out(actions, source),
         )
@@ -118,34 +147,33 @@ class Coordinator:
             self._connections.tell_all,
             lambda name, /, **fields: records.event(name, **fields),
             self._show,
-            has_checkpoints,
-            past.saved_step if past else 0,
+            before.has_checkpoints,
+            before.past.saved_step,
         )
         self._orders = Orders(self._decisions, self._ending, self._checkpoints, on_resized)
         self._workers = WorkerStreams(
             self._decisions,
-            self._loop,
             self._connections,
             self._ending,
             self._reports,
             self._watch,
             self._checkpoints,
-            records,
+            Commits(self._loop, self._connections, records, self._show),
             self._note,
-            self._show,
-            faults,
-            generation,
+            self.generation,
         )
+        self._departures = Departures(self._decisions, self._loop, self._connections, self._ending)
 
         # The port first: a port in use is the likeliest error, and cheap to find.
-        self._server = Server(self, bind, secret, faults.keepalive_s, 2 * max(limits.num_slots, ROOM) + 16, tls)
-        self.address = f"{host or bind.rpartition(':')[0]}:{self._server.port}"
+        max_streams = 2 * max(limits.num_slots, ROOM) + 16
+        self._server = Server(self, endpoint.bind, endpoint.secret, faults.keepalive_s, max_streams, endpoint.tls)
+        self.address = f"{endpoint.host or endpoint.bind_host}:{self._server.port}"
         self._jax = JaxService(
             limits.num_nodes,
             faults.jax_heartbeat_timeout_s,
-            host=bind.rpartition(":")[0],
+            host=endpoint.bind_host,
             on_error=lambda error: self._loop.post(partial(self._raise, error)),
-            tls=tls.jax_arguments() if jax_tls else None,
+            tls=endpoint.tls.jax_arguments() if endpoint.jax_tls else None,
         )
         self.jax_address = self._jax.address
         self._agents = AgentStreams(
@@ -153,9 +181,12 @@ class Coordinator:
             self._connections,
             self._ending,
             self._checkpoints,
-            self._workers,
+            self._departures,
             control_pb2.AgentWelcome(
-                jax_address=self.jax_address, num_nodes=self._jax.num_nodes, jax_tls=jax_tls, generation=generation
+                jax_address=self.jax_address,
+                num_nodes=self._jax.num_nodes,
+                jax_tls=endpoint.jax_tls,
+                generation=self.generation,
             ),
         )
         self._actions = Actions(
@@ -186,7 +217,7 @@ class Coordinator:
         return {
             "generation": self.generation,
             "epoch": roster.view.epoch,
-            "step": self._step(),
+            "step": self.step,
             "workers": [
                 {
                     "slot": slot,
@@ -203,8 +234,8 @@ class Coordinator:
 
     @property
     def step(self) -> int:
-        """The newest step that a member has reported."""
-        return self._step()
+        """The newest step that a member has reported; may be asked for in any thread."""
+        return self._reports.step(self.roster.view, default=self._records.flushed_step)
 
     def wait(self, timeout: float | None) -> r.End | None:
         """The job's end, or None if it goes on after `timeout` seconds."""
@@ -233,7 +264,7 @@ class Coordinator:
         self._loop.post(partial(self._workers.message, stream, message))
 
     def worker_ended(self, stream: Stream, broken: bool) -> None:
-        self._loop.post(partial(self._workers.ended, stream, broken))
+        self._loop.post(partial(self._departures.stream_ended, stream, broken))
 
     def agent_message(self, stream: Stream, message: control_pb2.FromAgent) -> None:
         self._loop.post(partial(self._agents.message, stream, message))
@@ -292,12 +323,9 @@ class Coordinator:
         self._checkpoints.close()
         self._ending.is_over.set()
 
-    def _step(self) -> int:
-        return self._reports.step(self.roster.view, default=self._records.flushed_step)
-
     def _look_for_standstill(self) -> None:
         if self._ending.end is None:
-            again_s = self._standstill.look(self.roster.view, self._step())
+            again_s = self._standstill.look(self.roster.view, self.step)
             self._loop.after("standstill", again_s, self._look_for_standstill)
 
     def _look(self) -> None:
@@ -319,9 +347,8 @@ class Coordinator:
             )
 
 
-def _first_roster(limits: Limits, past: Past | None, stop_wanted: str, returning: bool) -> Roster:
-    if past is None:
-        return Roster(limits)
+def _first_roster(limits: Limits, before: Before) -> Roster:
+    past = before.past
     return beginning(
         limits,
         past.epoch,
@@ -329,6 +356,6 @@ def _first_roster(limits: Limits, past: Past | None, stop_wanted: str, returning
         past.drained,
         past.given_up,
         past.failures,
-        past.stop_asked or stop_wanted,
-        returning,
+        past.stop_asked or before.stop_wanted,
+        before.returning,
     )

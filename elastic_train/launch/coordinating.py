@@ -16,7 +16,7 @@ from elastic_train.checkpoint.resume import Resume
 from elastic_train.config import FaultConfig
 from elastic_train.coordinator import control_pb2
 from elastic_train.coordinator.security import Tls
-from elastic_train.coordinator.service import ROOM, Coordinator
+from elastic_train.coordinator.service import ROOM, Before, Coordinator, Endpoint
 from elastic_train.launch.coordinator_process import (
     EXIT_NEXT,
     LAST_WORD_LIMIT_S,
@@ -65,7 +65,7 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
         if past.end is not None:  # the last coordinator has written the end, and could not tell the command any more
             _tell_end(messages, past.end["exit_code"], past.end["message"], "")
             return
-        generation, workers = past.generation + 1, past.workers or task.workers
+        workers = past.workers or task.workers
         job = _JobRecords(records, messages, run_dir, task)
         _write_beginning(records, task, resume, messages)
         limits = Limits(
@@ -79,17 +79,14 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
         coordinator = Coordinator(
             limits,
             job,
-            past=past,
-            has_checkpoints=task.has_checkpoints or past.saved_step > 0,
-            generation=generation,
-            returning=task.continues,
-            stop_wanted=task.stop_wanted,
+            Endpoint(secret=task.secret, bind=task.bind, host=task.host, tls=Tls(**task.tls), jax_tls=task.jax_tls),
             apply=apply,
-            bind=task.bind,
-            host=task.host,
-            secret=task.secret,
-            tls=Tls(**task.tls),
-            jax_tls=task.jax_tls,
+            before=Before(
+                past=past,
+                has_checkpoints=task.has_checkpoints or past.saved_step > 0,
+                returning=task.continues,
+                stop_wanted=task.stop_wanted,
+            ),
             on_note=messages.note,
             on_end=job.end,
             on_next_generation=lambda reason: _leave(records, messages),
@@ -101,8 +98,9 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
             about = {"exit_code": task.lost["exit_code"], "reported_time": task.lost["time"]}
             records.event("coordinator_lost", generation=past.generation, **about)
         num_ids = limits.num_nodes - 1
-        records.event("generation_began", generation=generation, pid=os.getpid(), workers=workers, node_ids=num_ids)
-        messages.send(started={"address": coordinator.address, "generation": generation})
+        about = {"generation": coordinator.generation, "pid": os.getpid(), "workers": workers, "node_ids": num_ids}
+        records.event("generation_began", **about)
+        messages.send(started={"address": coordinator.address, "generation": coordinator.generation})
         _serve(coordinator, job, messages, orders)
 
 

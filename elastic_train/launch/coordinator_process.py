@@ -66,7 +66,7 @@ class Task:
       lost: how that ended: `exit_code`, and `time` in Unix seconds; empty if it ended on purpose.
       stop_wanted: why the members shall stop; empty if nobody has asked.
       has_checkpoints: the run goes on from one.
-      bind, host, secret, tls, jax_tls: as for `Coordinator`; `tls` is a dictionary.
+      bind, host, secret, tls, jax_tls: as for `service.Endpoint`; `tls` is a dictionary.
       versions: of Python packages.
       pid: of the command.
     """

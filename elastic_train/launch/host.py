@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from elastic_train.config import FaultConfig
 from elastic_train.coordinator.security import Tls, check_client
 from elastic_train.errors import InterruptedByUser, UsageError
 from elastic_train.launch.agent import Agent, AgentEnd
@@ -82,12 +83,9 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
             slots,
             devices,
             environ,
-            address=options.address,
-            patience_s=checked.faults.coordinator_timeout_s,
-            rejoin=True,
-            spare=0 if options.slots else devices.num_spare,
-            warm_spares=checked.faults.warm_spares,
-            on_note=_say,
+            options,
+            checked.faults,
+            _say,
         )
         end = _watch(agent, signals)
     if end.exit_code != 0:
@@ -148,12 +146,8 @@ def start_agent(
     slots: Sequence[int],
     devices: Devices,
     environ: Mapping[str, str],
-    *,
-    address: str,
-    patience_s: float,
-    rejoin: bool,
-    spare: int,
-    warm_spares: int,
+    options: JobOptions,
+    faults: FaultConfig,
     on_note: Callable[[str], None],
 ) -> Agent:
     """Starts this host's agent; leaving `stack` ends it, and its workers.
@@ -164,11 +158,11 @@ def start_agent(
       slots: those it fills.
       devices: what each slot's `CUDA_VISIBLE_DEVICES` is.
       environ: what workers inherit.
-      address: where workers listen for other hosts; "" takes the address that this host has towards the coordinator.
-      warm_spares: how many processes are held ready for its workers.
-      patience_s, rejoin, spare, on_note: see `Agent`.
+      options: where workers listen for other hosts, by default at the address that this host has towards the
+        coordinator; and whether this host fills certain slots only, or could fill more.
+      faults: how many processes are held ready for its workers; how long it tries to reach the coordinator.
+      on_note: shows a line to the person who watches.
     """
-
     environ = with_shared_memory(environ, devices.sharing)
     host = environ.get(HOST_ID_VARIABLE) or socket.gethostname()
 
@@ -179,7 +173,7 @@ def start_agent(
             settings,
             device=devices.of(identity.slot),
             jax=jax,
-            host_address=address or address_towards(settings.coordinator),
+            host_address=options.address or address_towards(settings.coordinator),
             agent_pid=os.getpid(),
             host_id=f"{host}-{identity.slot}" if devices.sharing > 1 else "",
         )
@@ -187,8 +181,8 @@ def start_agent(
     command = [sys.executable, "-m", "elastic_train.launch.worker"]
     log_dir = settings.run_dir / "logs"
     warm = None
-    if warm_spares:
-        warm = Spares(warm_spares, command, spare_environment(environ, settings, os.getpid()), log_dir, on_note)
+    if faults.warm_spares:
+        warm = Spares(faults.warm_spares, command, spare_environment(environ, settings, os.getpid()), log_dir, on_note)
     agent = Agent(
         settings.coordinator,
         settings.secret,
@@ -198,10 +192,10 @@ def start_agent(
         log_dir,
         socket.gethostname(),
         settings.keepalive_s,
-        patience_s,
-        rejoin=rejoin,
+        faults.coordinator_timeout_s,
+        rejoin=True,
         handover_s=settings.heartbeat_timeout_s,
-        spare=spare,
+        spare=0 if options.slots else devices.num_spare,
         warm=warm,
         tls=Tls.load(settings.tls),
         on_note=on_note,

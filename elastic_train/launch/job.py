@@ -133,12 +133,9 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
                 slots,
                 devices,
                 environ,
-                address=options.address,
-                patience_s=checked.faults.coordinator_timeout_s,
-                rejoin=True,
-                spare=0 if options.slots else devices.num_spare,
-                warm_spares=checked.faults.warm_spares,
-                on_note=display.note,
+                options,
+                checked.faults,
+                display.note,
             )
         elif job.end is None:
             display.note(_how_to_join(job.address, options, run_dir))

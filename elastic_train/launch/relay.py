@@ -33,12 +33,16 @@ class Relay:
     Args:
       target_address: `HOST:PORT` of the service.
 
+    Attributes:
+      address: where it listens, `HOST:PORT`.
+      target: host and port of the service.
+
     Raises:
       OSError: no port of the loopback interface could be bound.
     """
 
     def __init__(self, target_address: str) -> None:
-        self._target = split_address(target_address)
+        self.target = split_address(target_address)
         self._connections: set[_Connection] = set()
         self._loop = asyncio.new_event_loop()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -49,10 +53,6 @@ class Relay:
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result(THREAD_LIMIT_S)
 
-    def retarget(self, address: str) -> None:
-        """Sends connections that are not yet through to the service to `address` instead; others stay."""
-        self._target = split_address(address)
-
     def close(self) -> None:
         """Closes every connection and ends the thread. A second call does nothing."""
         if self._closed:
@@ -61,11 +61,6 @@ class Relay:
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(THREAD_LIMIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(THREAD_LIMIT_S)
-
-    @property
-    def target(self) -> tuple[str, int]:
-        """Host and port of the service new connections go to."""
-        return self._target
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -30,6 +30,7 @@ from elastic_train.launch.environment import SECRET_VARIABLE, SPARE_VARIABLE, Wo
 from elastic_train.launch.spare import Loaded, load, open_channel, wait_to_be_used
 from elastic_train.launch.stacks import install_dumps
 from elastic_train.launch.versions import versions
+from elastic_train.membership.nccl import start_nccl
 from elastic_train.telemetry.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ def _prepare(
     times.enter("data")
     config = resolve(config_class_of(trainer), job.config_file)
     made = trainer(config)
-    nccl = _start_nccl() if job.platform != "cpu" else None  # after what may set its variables
+    nccl = threading.Thread(target=start_nccl, name="nccl", daemon=True)
+    if job.platform != "cpu":
+        nccl.start()  # beside what follows, and after what may set its variables
     if job.chaos:
         from elastic_train.chaos.inject import install
 
@@ -152,28 +155,19 @@ def _prepare(
         _trace(settings),
         times,
     )
-    if nccl is not None:
+    if job.platform != "cpu":
         times.enter("nccl")
         nccl.join(NCCL_LIMIT_S)
         if nccl.is_alive():
             print(f"NCCL has not begun within {NCCL_LIMIT_S:g} s, which is no reason to wait", file=sys.stderr)
     times.enter("state")
     if settings.restore and settings.state_descriptor >= 0:
-        records = training.take_state(settings.state_descriptor)
+        records = training.handover.take(settings.state_descriptor)
         link.restore(records or ())
         found = "none that fits" if records is None else f"the one after step {training.state.step}"
         print(f"the state that this slot's last worker left: {found}", file=sys.stderr, flush=True)
     programs.complete()
     return training, code
-
-
-def _start_nccl() -> threading.Thread:
-    """Has NCCL begin beside the rest of the start."""
-    from elastic_train.membership.nccl import start_nccl
-
-    thread = threading.Thread(target=start_nccl, name="nccl", daemon=True)
-    thread.start()
-    return thread
 
 
 def _check_platform(settings: WorkerSettings) -> None:
@@ -209,7 +203,7 @@ def _leave_state(training: "Training", settings: WorkerSettings, reason: str) ->
     done = ""
     try:
         if settings.state_descriptor >= 0:
-            done = training.leave_state(settings.state_descriptor, settings.job.heartbeat_timeout_s)
+            done = training.handover.leave(settings.state_descriptor, settings.job.heartbeat_timeout_s)
     except Exception:  # this worker has no other use, and others may have their state
         print(traceback.format_exc(), file=sys.stderr, flush=True)
     if done:

@@ -123,6 +123,7 @@ def likely(
 
 
 MAX_COUNT = 2**24 - 1
+"""The largest number that a control vector can hold for `Vote.nonfinite`, which shares a word with the flags."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ class Vote:
       ok: its own code did not raise.
       finite: so is the sum over all shards.
       stop, leave: it asks for the end of the job; to leave it alone.
+      save: it asks for the state after the step to be saved.
       spent: if its code raised, that was the last time its budget allows.
       checked: `fingerprint` is that of its state, and all must be equal.
       nonfinite: how many times in a row, as far as it knows, the gradient was not finite; below 2**24.

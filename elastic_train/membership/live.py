@@ -107,6 +107,10 @@ class Group:
       sockets: this worker's gloo sockets on CPU; None where XLA cancels collectives itself.
       make_block: the block for a list of devices.
       trace: told of every barrier, and of what is concluded from it.
+
+    Attributes:
+      view: the members; nobody before `prepare`.
+      plan, meeting, gather: of this epoch: who sums what, the members' devices, and the gather for comparing states.
     """
 
     def __init__(

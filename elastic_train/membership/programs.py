@@ -26,6 +26,10 @@ class Programs:
       mine: this worker's device.
       num_shards: V for this number of members.
       layout: of one partial sum.
+
+    Attributes:
+      plan: who sums what.
+      meeting: the members' devices.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class Agreement:
       receivers: hold an older or another one, and receive it.
       refused: run another model, dtype or config; they must leave.
       fresh: nobody had any state; the donors hold what the seed gives.
-      disputed: donors and some receivers disagree about the state of the same step.
       undecided: as many hold another state of that step as hold the donors'.
     """
 
@@ -55,7 +54,6 @@ class Agreement:
     receivers: tuple[int, ...]
     refused: tuple[int, ...]
     fresh: bool
-    disputed: bool
     undecided: bool
 
 
@@ -80,7 +78,7 @@ def agree(standings: Sequence[Standing]) -> Agreement:
     receivers = tuple(rank for rank in ranks if rank not in same and rank not in refused)
     largest = Counter(content).most_common(2)
     undecided = len(largest) > 1 and largest[0][1] == largest[1][1] and not fresh
-    return Agreement(donors, receivers, refused, fresh, len(donors) < len(newest), undecided)
+    return Agreement(donors, receivers, refused, fresh, undecided)
 
 
 def differing(tables: np.ndarray, right: int, wrong: Sequence[int], paths: Sequence[str]) -> list[str]:

@@ -3,8 +3,9 @@
 `apply(roster, event)` returns the next roster and the actions to carry out, in order. It knows no clock:
 what happens later (a back-off running out) is a `SetTimer` action that comes back as a `TimerOver` event.
 Here is which event concerns whom, and what is looked at after each. What it means is in `roster_agents` (hosts),
-`roster_workers` (one worker's way), `roster_deaths`, `roster_views` (the list of members), `roster_floor`, `roster_end`
-and `roster_generations`. Events and actions are in `roster_events`, the state is in `roster_state`.
+`roster_workers` (one worker's way), `roster_schema` (who is refused), `roster_deaths`, `roster_views` (the list of
+members), `roster_floor`, `roster_end` and `roster_generations`. Events and actions are in `roster_events`, the state is
+in `roster_state`.
 """
 
 from __future__ import annotations

@@ -8,67 +8,22 @@ another event of the same process. All lists of an execution must be valid with 
 clocks (two hosts) no order is known but the one that the barriers themselves make: whoever is in a list had entered
 before anybody got it. So with several clocks fewer executions can be refuted; none is that may have been in order.
 
-**How it is decided.** What must come before what is a graph: the events of one process, those of one clock, and, for
-each list, its instant: after the entries of all members, before the returns and the failures of those who were in the
-barrier, after the failures of those who are missing. Instants and failures can be put in time exactly if the graph has
-no cycle; a cycle is the proof that they cannot. This takes time linear in the events where each call names its
-barrier. Where calls name none, any call of a member may be the one that counts; then all ways are tried, which is meant
-for executions of a page.
+**How it is decided.** What must come before what is a graph: the events of one process and those of one clock, which
+`execution` reads into it, and, for each list, its instant: after the entries of all members, before the returns and the
+failures of those who were in the barrier, after the failures of those who are missing. Instants and failures can be put
+in time exactly if the graph has no cycle; a cycle is the proof that they cannot. This takes time linear in the events
+where each call names its barrier. Where calls name none, any call of a member may be the one that counts; then all ways
+are tried, which is meant for executions of a page.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from elastic_train.membership.order import Edge, Order
-
-
-class Start(NamedTuple):
-    """The process starts. Before its first start it is dead; without any start it lives from the beginning."""
-
-    time: float
-
-
-class Enter(NamedTuple):
-    """It sends its request: it is in the barrier until its next event."""
-
-    time: float
-    asked: frozenset[Hashable]  # names of processes
-    barrier: Hashable = None  # which one, if that is known; equal on all members
-
-
-class Exit(NamedTuple):
-    """It receives the reply."""
-
-    time: float
-    members: frozenset[Hashable]
-
-
-class Fail(NamedTuple):
-    """It is dead, until it starts again. The time says little and is not used."""
-
-    time: float
-
-
-Event = Start | Enter | Exit | Fail
-
-
-@dataclass(frozen=True)
-class Process:
-    """What one process did, in its own order; its times ascend.
-
-    Attributes:
-      name: what lists call it.
-      clock: times of processes with equal clocks can be compared.
-    """
-
-    name: Hashable
-    events: tuple[Event, ...]
-    clock: str = ""
+from elastic_train.membership.execution import Call, Enter, Execution, Exit, Fail, Life, Process, Start
+from elastic_train.membership.order import Edge
 
 
 @dataclass(frozen=True)
@@ -107,143 +62,37 @@ def find_violation(processes: Sequence[Process]) -> Violation | None:
     Calls that name the same barrier must also have asked for the same processes, and have got the same list.
 
     Raises:
-      ValueError: the events are no execution: times that descend, a reply without a request, two starts without a
-        failure between them, two processes of one name.
+      ValueError: the events are no execution; see `Execution`.
     """
-    execution = _Execution(processes)
-    if found := execution.find_disagreement():
+    execution = Execution(processes)
+    lists = _Lists(execution)
+    if found := lists.find_disagreement():
         return found
     several = []
     for call in execution.answered():
-        ways = execution.ways(call)
+        ways = lists.ways(call)
         if not ways:
-            return call.violation(execution.why_impossible(call))
+            return _violation(call, lists.why_impossible(call))
         if len(ways) == 1:
             execution.order.add(ways[0])
         else:
             several.append((call, ways))
-    if cycle := execution.find_cycle():
-        return execution.explain(cycle)
-    return execution.search(several)
+    if cycle := lists.find_cycle():
+        return lists.explain(cycle)
+    return lists.search(several)
 
 
-@dataclass
-class _Call:
-    """One request, and what came of it."""
+class _Lists:
+    """The lists of an execution: what must come before what if they are valid, and in words why that cannot be."""
 
-    process: Hashable
-    enter: Enter
-    enter_node: int
-    next_node: int | None = None  # the next event of the process, or its failure; until then it is in the barrier
-    exit: Exit | None = None
-    instant: int = -1
-
-    def violation(self, proof: str) -> Violation:
-        assert self.exit is not None
-        return Violation(self.process, self.exit.members, self.enter.barrier, proof)
-
-
-@dataclass
-class _Life:
-    start_node: int | None
-    failure_node: int | None = None
-    calls: list[_Call] = field(default_factory=list)
-
-
-class _Execution:
-    """The processes, their calls, and the graph of what must come before what."""
-
-    def __init__(self, processes: Sequence[Process]) -> None:
-        self.order = Order()
-        self._meaning: list[tuple[Event | frozenset[Hashable] | None, Hashable]] = []
-        self._lives: dict[Hashable, list[_Life]] = {}
-        self._clocks = {process.name: process.clock for process in processes}
-        self._barriers: dict[Hashable, list[_Call]] = defaultdict(list)
-        self._by_instant: dict[int, _Call] = {}
-        timed: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for process in processes:
-            if process.name in self._lives:
-                raise ValueError(f"two processes are called {process.name}")
-            timed[process.clock] += self._read(process)
-        for events in timed.values():
-            self._order(events)
-        self._add_instants()
-
-    def _read(self, process: Process) -> Iterator[tuple[float, int]]:
-        """Adds a process's events in its order; yields (time, node) of those that have a place in time."""
-        lives = self._lives[process.name] = []
-        previous, time, open_call = None, None, None
-        for event in process.events:
-            if isinstance(event, Start) or not lives:
-                if lives and lives[-1].failure_node is None:
-                    raise ValueError(f"{process.name} starts twice without having failed")
-                lives.append(_Life(None))
-            node = self._node(event, process.name)
-            if previous is not None:
-                self.order.add([(previous, node)])
-            if open_call is not None:
-                open_call.next_node = node
-            match event:
-                case Start():
-                    lives[-1].start_node = node
-                case Enter():
-                    call = _Call(process.name, event, node)
-                    lives[-1].calls.append(call)
-                    if event.barrier is not None:
-                        self._barriers[event.barrier].append(call)
-                case Exit():
-                    if open_call is None:
-                        raise ValueError(f"{process.name} got a reply at {event.time} that it had not asked for")
-                    open_call.exit = event
-                case Fail():
-                    lives[-1].failure_node = node
-            open_call = lives[-1].calls[-1] if isinstance(event, Enter) else None
-            previous = node
-            if isinstance(event, Fail):
-                continue
-            if time is not None and event.time < time:
-                raise ValueError(f"the times of {process.name} descend: {event.time} after {time}")
-            time = event.time
-            yield time, node
-
-    def _order(self, events: list[tuple[float, int]]) -> None:
-        """Events of one clock: each time comes after all earlier ones; equal times are in no order."""
-        earlier: int | None = None
-        for _, group in itertools.groupby(sorted(events), key=lambda event: event[0]):
-            nodes = [node for _, node in group]
-            tick = self._node(None, None)
-            self.order.add((node, tick) for node in nodes)
-            if earlier is not None:
-                self.order.add((earlier, node) for node in nodes)
-                self.order.add([(earlier, tick)])
-            earlier = tick
-
-    def _node(self, meaning: Event | frozenset[Hashable] | None, name: Hashable) -> int:
-        """A node for an event of a process, for the instant of a list, or only to join events to later ones."""
-        self._meaning.append((meaning, name))
-        return self.order.node()
+    def __init__(self, execution: Execution) -> None:
+        self._order, self._meaning, self._by_instant = execution.order, execution.meaning, execution.by_instant
+        self._lives, self._clocks, self._barriers = execution.lives, execution.clocks, execution.barriers
 
     def find_cycle(self) -> list[int]:
         """See `Order.find_cycle`. Times ascend, so a cycle goes through an instant; it begins with it."""
-        cycle = self.order.find_cycle(self._by_instant)
+        cycle = self._order.find_cycle(self._by_instant)
         return [node for node in cycle if self._meaning[node][0] is not None]
-
-    def _add_instants(self) -> None:
-        """Equal lists of one barrier have one instant, since it must lie within the calls of all members anyway."""
-        shared: dict[tuple[Hashable, frozenset[Hashable]], int] = {}
-        for call in self.answered():
-            assert call.exit is not None
-            key = (call.enter.barrier, call.exit.members)
-            if call.enter.barrier is None or key not in shared:
-                shared[key] = self._node(call.exit.members, None)
-                self._by_instant[shared[key]] = call
-            call.instant = shared[key]
-
-    def answered(self) -> Iterator[_Call]:
-        """The calls that got a list."""
-        for lives in self._lives.values():
-            for life in lives:
-                yield from (call for call in life.calls if call.exit is not None)
 
     def find_disagreement(self) -> Violation | None:
         """Members of one barrier that asked differently or got different lists."""
@@ -252,19 +101,20 @@ class _Execution:
             answered = [call for call in calls if call.exit is not None]
             for call in calls:
                 if call.enter.asked != first.enter.asked and answered:
-                    return answered[0].violation(
+                    return _violation(
+                        answered[0],
                         f"{first.process} asked for {_names(first.enter.asked)}, "
-                        f"{call.process} for {_names(call.enter.asked)}."
+                        f"{call.process} for {_names(call.enter.asked)}.",
                     )
             for call in answered:
                 assert call.exit is not None and answered[0].exit is not None
                 if call.exit.members != answered[0].exit.members:
-                    return call.violation(
-                        f"of the same barrier {answered[0].process} got {_names(answered[0].exit.members)}."
+                    return _violation(
+                        call, f"of the same barrier {answered[0].process} got {_names(answered[0].exit.members)}."
                     )
         return None
 
-    def ways(self, call: _Call) -> list[list[Edge]]:
+    def ways(self, call: Call) -> list[list[Edge]]:
         """The ways in which a list can be valid, each as what must then come before what."""
         assert call.exit is not None
         if not call.exit.members <= call.enter.asked:
@@ -277,7 +127,7 @@ class _Execution:
         choices.append([self._within(call, call)])
         return [list(itertools.chain.from_iterable(way)) for way in itertools.product(*choices)]
 
-    def _present(self, call: _Call, name: Hashable) -> list[list[Edge]]:
+    def _present(self, call: Call, name: Hashable) -> list[list[Edge]]:
         """`name` is in the barrier: one choice for each of its calls that may count."""
         if name == call.process:
             return [[]]
@@ -287,12 +137,12 @@ class _Execution:
             candidates = [other for life in self._lives.get(name, ()) for other in life.calls]
         return [self._within(call, other) for other in self._overlapping(call, candidates)]
 
-    def _within(self, call: _Call, other: _Call) -> list[Edge]:
+    def _within(self, call: Call, other: Call) -> list[Edge]:
         """The instant of `call` lies within `other`."""
         after = [] if other.next_node is None else [(call.instant, other.next_node)]
         return [(other.enter_node, call.instant), *after]
 
-    def _overlapping(self, call: _Call, others: list[_Call]) -> list[_Call]:
+    def _overlapping(self, call: Call, others: list[Call]) -> list[Call]:
         """Leaves out calls that were over before this one, or began after it; not the last that is left to blame."""
         assert call.exit is not None
         overlap = [
@@ -303,7 +153,7 @@ class _Execution:
         ]
         return overlap or others[:1]
 
-    def _absent(self, call: _Call, name: Hashable) -> list[list[Edge]]:
+    def _absent(self, call: Call, name: Hashable) -> list[list[Edge]]:
         """`name` is dead: before its first start, or between a failure and the next start."""
         lives = self._lives.get(name)
         if not lives:
@@ -320,14 +170,15 @@ class _Execution:
             choices.append(edges)
         return choices
 
-    def _had_started(self, call: _Call, name: Hashable, life: _Life) -> bool:
+    def _had_started(self, call: Call, name: Hashable, life: Life) -> bool:
         """Whether a life had begun when the call began, as far as a common clock can tell."""
         if life.start_node is None or self._clocks[name] != self._clocks[call.process]:
             return False
         started = self._meaning[life.start_node][0]
         return isinstance(started, Start) and started.time < call.enter.time
 
-    def why_impossible(self, call: _Call) -> str:
+    def why_impossible(self, call: Call) -> str:
+        """Why there is no way, in words."""
         assert call.exit is not None
         if extra := call.exit.members - call.enter.asked:
             return f"{_names(extra)} had not been asked for."
@@ -338,7 +189,7 @@ class _Execution:
                 return f"{name} is missing, and never failed."
         raise AssertionError("there is a way")
 
-    def search(self, several: list[tuple[_Call, list[list[Edge]]]]) -> Violation | None:
+    def search(self, several: list[tuple[Call, list[list[Edge]]]]) -> Violation | None:
         """Tries the ways in turn. The violation is that of the list up to which the most could be satisfied."""
         deepest = -1
         found: Violation | None = None
@@ -349,21 +200,22 @@ class _Execution:
                 return True
             call, ways = several[depth]
             for way in ways:
-                self.order.add(way)
+                self._order.add(way)
                 cycle = self.find_cycle()
                 if not cycle and satisfied(depth + 1):
                     return True
-                self.order.remove(way)
+                self._order.remove(way)
                 if cycle and depth > deepest:
                     deepest = depth
-                    found = call.violation(f"each of {len(ways)} ways fails, such as: {self._prove(cycle)}")
+                    found = _violation(call, f"each of {len(ways)} ways fails, such as: {self._prove(cycle)}")
             return False
 
         return None if satisfied(0) else found
 
     def explain(self, cycle: Sequence[int]) -> Violation:
+        """The violation that a cycle proves."""
         call = next(self._by_instant[node] for node in cycle if node in self._by_instant)
-        return call.violation(self._prove(cycle))
+        return _violation(call, self._prove(cycle))
 
     def _prove(self, cycle: Sequence[int]) -> str:
         """The cycle in words. It begins with an instant."""
@@ -397,6 +249,11 @@ class _Execution:
         if isinstance(one, Fail) or isinstance(other, Fail):
             return f"a failure is not moved past another event of {name}"
         return "as the clock says"
+
+
+def _violation(call: Call, proof: str) -> Violation:
+    assert call.exit is not None
+    return Violation(call.process, call.exit.members, call.enter.barrier, proof)
 
 
 def _names(names: Iterable[Hashable]) -> str:

@@ -57,6 +57,15 @@ class LocalProgram:
       eval_batch: the same for evaluation, or None.
       times: told when making the model ("model") and the programs ("compile") begins.
       has_padding: whether shards may have padding rows; whether batches of an evaluation may.
+
+    Attributes:
+      initial: the state that the seed gives, until `give_initial` was called; then shapes alone.
+      leaf_paths: key paths of the state's leaves, in the order of `leaf_fingerprints`.
+      layout: of a partial sum.
+      num_states: how many states are held beside each other, see `memory.num_states`.
+      queues_ahead: whether an exchange may be queued before the gradients are there.
+      update_waits: whether queueing the update may have to wait for what was queued before.
+      eval_names: metrics of an evaluation, in ascending order.
     """
 
     def __init__(

@@ -214,7 +214,8 @@ def _sum_of_real(values: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _share_of(leaf: jax.Array, share: jax.Array, shard: jax.Array) -> jax.Array:
-    """A shard's part in the model state: its weighted value; for integers, shard 0's value and zero from the others."""
+    """A shard's part in the model state: its weighted value; of what has no mean, such as an integer counter, shard 0's
+    value, and zero from the others."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf * share.astype(leaf.dtype)
     return jnp.where(shard == 0, leaf, jnp.zeros_like(leaf))

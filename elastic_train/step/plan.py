@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 Value = TypeVar("Value")
 
 
@@ -177,18 +175,3 @@ def finish(num_shards: int, num_members: int) -> Plan:
 
     root = register(Node(0, num_shards))
     return Plan(num_shards, num_members, slots_per_member, owner, tuple(additions), root)
-
-
-def evaluate(plan: Plan, tables: np.ndarray) -> np.ndarray:
-    """Carries out a plan in NumPy: what the exchange program has to compute.
-
-    Args:
-      tables: the partials, `[num_members, slots_per_member, ...]`; padding may hold anything.
-    """
-    expected = (plan.num_members, plan.slots_per_member)
-    if tables.shape[:2] != expected:
-        raise ValueError(f"tables must begin with shape {expected}; got {tables.shape}")
-    registers: list[np.ndarray] = list(tables.reshape(-1, *tables.shape[2:]))
-    for left, right, _ in plan.additions:
-        registers.append(registers[left] + registers[right])
-    return registers[plan.root]

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_train.membership.semantics import Enter, Exit, find_violation
+from elastic_train.membership.execution import Enter, Exit
+from elastic_train.membership.semantics import find_violation
 from elastic_train.telemetry.blocks import DIRECTORY, Barrier, Blocks, Conclusion, Member, read_blocks
 from elastic_train.telemetry.json_files import read_lines
 from elastic_train.telemetry.run_files import require_run_directory

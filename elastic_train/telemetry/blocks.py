@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
+from elastic_train.membership.execution import Enter, Event, Exit, Fail, Process
 from elastic_train.membership.group import Identity, View
-from elastic_train.membership.semantics import Enter, Event, Exit, Fail, Process, without_fenced
+from elastic_train.membership.semantics import without_fenced
 from elastic_train.telemetry.json_files import read_lines
 from elastic_train.telemetry.records import is_written
 

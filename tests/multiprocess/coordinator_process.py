@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from elastic_train.coordinator.service import Coordinator
+from elastic_train.coordinator.service import Coordinator, Endpoint
 from elastic_train.membership.roster import Limits
 
 
@@ -28,8 +28,8 @@ def main() -> None:
     coordinator = Coordinator(
         Limits(num_slots=4),
         NoRecords(),
+        Endpoint(secret=sys.argv[1]),
         apply=lambda roster, event: (roster, ()),
-        secret=sys.argv[1],
     )
     print(coordinator.address, flush=True)
     for _ in sys.stdin:

@@ -283,18 +283,24 @@ def test_loss_of_the_coordinator_ends_all(coordinator: FakeCoordinator, agents: 
     wait_gone(pid)
 
 
-def test_forwards_signals_to_workers(coordinator: FakeCoordinator, agents: Agents, tmp_path: Path) -> None:
+def with_worker_that_exits(on_sigterm: int, coordinator: FakeCoordinator, agents: Agents, log_dir: Path) -> Agent:
+    """An agent with one worker, which ends with the exit code `on_sigterm` when it gets that signal."""
     agent = agents(
-        """
+        f"""
         import signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit({on_sigterm}))
         print("ready", flush=True)
         time.sleep(600)
         """
     )
     coordinator.start(0)
     coordinator.report("started")
-    wait_for_text(tmp_path / "0-0.log")
+    wait_for_text(log_dir / "0-0.log")
+    return agent
+
+
+def test_forwards_signals_to_workers(coordinator: FakeCoordinator, agents: Agents, tmp_path: Path) -> None:
+    agent = with_worker_that_exits(5, coordinator, agents, tmp_path)
     agent.forward(signal.SIGTERM)
     assert coordinator.report("exited").exit_code == 5
 
@@ -344,17 +350,7 @@ def test_a_worker_whose_agent_is_already_gone_ends_at_once() -> None:
 def test_an_agent_that_leaves_waits_for_its_workers_and_starts_none(
     coordinator: FakeCoordinator, agents: Agents, tmp_path: Path
 ) -> None:
-    agent = agents(
-        """
-        import signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        print("ready", flush=True)
-        time.sleep(600)
-        """
-    )
-    coordinator.start(0)
-    coordinator.report("started")
-    wait_for_text(tmp_path / "0-0.log")
+    agent = with_worker_that_exits(0, coordinator, agents, tmp_path)
     agent.leave("a test")
     assert coordinator.report("leaving").reason == "a test"
     assert coordinator.report("exited").exit_code == 0

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from elastic_train.config import REPORT_INTERVAL_S, FaultConfig
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.client import Link
-from elastic_train.coordinator.service import Coordinator
+from elastic_train.coordinator.service import Coordinator, Endpoint
 from elastic_train.coordinator.streams import SERVICE_NAME
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.membership import roster_events as r
@@ -86,8 +86,8 @@ class Job:
         self.coordinator = Coordinator(
             Limits(num_slots, faults=FaultConfig(keepalive_s=keepalive_s), num_nodes=starts_per_slot * num_slots),
             self,
+            Endpoint(secret=SECRET),
             apply=self._apply,
-            secret=SECRET,
             on_note=self.shown.append,
             on_end=lambda end, finished: self.ends.append((end, {s: f.status for s, f in finished.items()})),
             stall_note_s=stall_note_s,
@@ -348,7 +348,7 @@ def test_a_wrong_secret_is_refused_and_health_needs_none(job: Job) -> None:
 
 def wait_acknowledged(link: Link) -> None:
     with link._changed:
-        assert link._changed.wait_for(lambda: not link.num_unacknowledged, PATIENCE_S)
+        assert link._changed.wait_for(lambda: not link.pending_records(), PATIENCE_S)
 
 
 def test_records_are_kept_until_they_are_on_disk_and_sent_again_by_the_next(job: Job) -> None:
@@ -397,7 +397,7 @@ def test_close_sends_what_is_queued_and_is_no_silence(job: Job) -> None:
 
 
 def test_a_worker_that_closes_but_lives_on_is_silent(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_train.coordinator.worker_streams.LEAVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("elastic_train.coordinator.departures.LEAVE_TIMEOUT_S", 0.05)
     link = job.link(1)
     link.close()
     assert "closed, and no exit was reported" in job.events.expect_kind(r.Silent).reason
@@ -635,9 +635,8 @@ def start_at(bind: str) -> None:
     Coordinator(
         Limits(1),
         records=None,  # type: ignore[arg-type]
+        endpoint=Endpoint(secret=SECRET, bind=bind),
         apply=lambda roster, event: (roster, ()),
-        bind=bind,
-        secret=SECRET,
     )
 
 

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from elastic_train.membership import semantics
+from elastic_train.membership import execution, semantics
 from elastic_train.membership.group import Commit, Differ, Identity, Retry, Shrink, Verdict, View, Vote, judge
 from elastic_train.membership.reconcile import Standing, agree
 from elastic_train.membership.roster import Limits, Roster, WorkerState, apply
@@ -68,7 +68,7 @@ class Process:
     told_dead: set[int] = field(default_factory=set)  # nodes of the present view
     outcome: tuple[str, View] | None = None  # of the block that has ended, not taken over yet
     answer: frozenset[int] = frozenset()  # the nodes that the barrier of that block has named
-    barriers: list[semantics.Event] = field(default_factory=list)
+    barriers: list[execution.Event] = field(default_factory=list)
     num_blocks: int = 0  # of the present view
     candidates: tuple[Identity, ...] = ()
     asked_to_stop: bool = False
@@ -209,7 +209,7 @@ class Cluster:
 
     def end_process(self, process: Process) -> None:
         process.alive = False
-        process.barriers.append(semantics.Fail(self.num_moves))
+        process.barriers.append(execution.Fail(self.num_moves))
 
     def die(self, process: Process, exit_code: int, traceback: str = "") -> None:
         self.end_process(process)
@@ -247,7 +247,7 @@ class Cluster:
         assert process.view is not None
         barrier = (process.view, process.num_blocks)
         process.num_blocks += 1
-        process.barriers.append(semantics.Enter(self.num_moves, frozenset(process.view.nodes), barrier))
+        process.barriers.append(execution.Enter(self.num_moves, frozenset(process.view.nodes), barrier))
 
     def living(self, *phases: str) -> list[Process]:
         return [p for p in self.processes.values() if p.alive and p.phase in phases]
@@ -407,7 +407,7 @@ class Cluster:
         assert process.outcome is not None
         kind, view = process.outcome
         process.outcome = None
-        process.barriers.append(semantics.Exit(self.num_moves, process.answer))
+        process.barriers.append(execution.Exit(self.num_moves, process.answer))
         queue = self.up[process.identity.node]
         queue.append(Stepped(process.identity, process.step))
         if kind == "changed":
@@ -476,16 +476,16 @@ class Cluster:
         """Every list that a member got is valid."""
         assert semantics.find_violation(self.histories()) is None
 
-    def histories(self) -> list[semantics.Process]:
+    def histories(self) -> list[execution.Process]:
         """What each worker did at barriers. What zombies do after their tombstone counts in none."""
         histories = []
         for node, process in self.processes.items():
-            history = semantics.Process(node, tuple(process.barriers))
+            history = execution.Process(node, tuple(process.barriers))
             if node in self.tombstones:
                 history = semantics.without_fenced(history, self.tombstones[node])
                 if process.alive:
-                    failure = semantics.Fail(self.num_moves)
-                    history = semantics.Process(node, (*history.events, failure))
+                    failure = execution.Fail(self.num_moves)
+                    history = execution.Process(node, (*history.events, failure))
             histories.append(history)
         return histories
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from elastic_train.data.ledger import verify
 from elastic_train.data.sampler import Sampler
-from elastic_train.step.plan import Node, evaluate, finish, fold, partials, run_of
+from elastic_train.step.plan import Node, finish, fold, partials, run_of
 from tests.property.examples import examples
+from tests.property.plans import evaluate
 
 SIZE = 5
 """Length of a made-up gradient."""

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.step.memory import most_partials
-from elastic_train.step.plan import Node, evaluate, finish, fold, partials, reusable, run_of, split
+from elastic_train.step.plan import Node, finish, fold, partials, reusable, run_of, split
+from tests.property.plans import evaluate
 
 MAX_SHARDS = 32
 SPECIAL = np.array(
@@ -183,8 +184,6 @@ def test_more_members_than_shards_is_refused() -> None:
         finish(8, 9)
     with pytest.raises(ValueError, match="rank 3"):
         run_of(8, 3, 3)
-    with pytest.raises(ValueError, match="tables must begin with shape"):
-        evaluate(finish(8, 2), np.zeros((2, 3)))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 32), st.booleans(), st.data())

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.config import FaultConfig
+from elastic_train.membership.execution import Enter, Exit, Process
 from elastic_train.membership.roster import Limits
 from elastic_train.membership.roster_events import Exited, Failed, Start
-from elastic_train.membership.semantics import Enter, Exit, Process, find_violation
+from elastic_train.membership.semantics import find_violation
 from tests.property.cluster import Cluster
 from tests.property.examples import examples
 

@@ -8,7 +8,8 @@ from collections.abc import Hashable
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from elastic_train.membership.semantics import Enter, Event, Exit, Fail, Process, Start, find_violation
+from elastic_train.membership.execution import Enter, Event, Exit, Fail, Process, Start
+from elastic_train.membership.semantics import find_violation
 from tests.property.examples import examples
 
 NAMES = (0, 1, 2)

@@ -11,8 +11,8 @@ import pytest
 from elastic_train.cli import main
 from elastic_train.errors import UsageError
 from elastic_train.jax_private import BarrierRefused, LiveDevices
+from elastic_train.membership.execution import Enter, Exit, Fail
 from elastic_train.membership.group import Identity, View
-from elastic_train.membership.semantics import Enter, Exit, Fail
 from elastic_train.telemetry import blocks as blocks_module
 from elastic_train.telemetry.barriers import format_barriers, verify_barriers
 from elastic_train.telemetry.blocks import BlockTrace, read_blocks

@@ -198,6 +198,41 @@ def test_sums_of_all_samples_are_refused_where_there_are_padding_rows():
     assert outside.records[0]["loss"] == pytest.approx(same.records[0]["loss"], rel=1e-6)
 
 
+class Noting(nnx.Module):
+    """Notes of the rows that it is called with how many there are, and its first `x` in several dtypes."""
+
+    def __init__(self, dtype, rngs: nnx.Rngs) -> None:
+        self.net = Net(dtype, rngs)
+        self.num_calls, self.num_rows, self.first = (nnx.Variable(jnp.int32(0)) for _ in range(3))
+        self.is_positive, self.mean = nnx.Variable(jnp.bool_(False)), nnx.Variable(jnp.float32(0))
+
+    def __call__(self, x):
+        self.num_calls[...] += 1
+        self.num_rows[...] += len(x)
+        self.first[...] = jnp.round(1000 * x[0, 0]).astype(jnp.int32)
+        self.is_positive[...] = x[0, 0] > 0
+        self.mean[...] = jnp.mean(x[:, 0])
+        return self.net(x)
+
+
+class Noted(Regression):
+    def model(self, rngs):
+        return Noting(jnp.dtype(self.config.dtype), rngs)
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_of_model_state_floats_are_averaged_and_all_else_is_that_of_shard_0(num_shards):
+    config = RegressionConfig(shards=num_shards, steps=3)
+    state = fit_alone(Noted(config)).state.model_state
+    ids = Sampler(NUM_SAMPLES, 24, 1, 0).shard_ids(2 * 24, 0)[0]  # of the last step
+    x = samples("float32")["x"][ids, 0]
+    firsts = x[:: 24 // num_shards]
+    assert num_shards == 1 or (len(set(np.round(1000 * firsts))) == num_shards and len(set(firsts > 0)) == 2)
+    assert state["num_calls"] == 3 and state["num_rows"] == 3 * 24 // num_shards
+    assert state["first"] == np.round(1000 * x[0]) and state["is_positive"] == (x[0] > 0)
+    assert state["mean"] == pytest.approx(np.mean(x), rel=1e-5)
+
+
 class BadLoss(Regression):
     def loss(self, model, batch, rngs):
         return jnp.mean(super().loss(model, batch, rngs))

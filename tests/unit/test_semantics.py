@@ -6,16 +6,8 @@ from collections.abc import Hashable
 
 import pytest
 
-from elastic_train.membership.semantics import (
-    Enter,
-    Event,
-    Exit,
-    Fail,
-    Process,
-    Start,
-    find_violation,
-    without_fenced,
-)
+from elastic_train.membership.execution import Enter, Event, Exit, Fail, Process, Start
+from elastic_train.membership.semantics import find_violation, without_fenced
 
 ALL = frozenset({0, 1, 2})
 
