@@ -10,7 +10,8 @@ import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError, UsageError
-from elastic_train.telemetry.run_files import read_config, read_object, read_secret, require_run_directory
+from elastic_train.telemetry.json_files import read_object
+from elastic_train.telemetry.run_files import read_config, read_secret, require_run_directory
 
 CALL_LIMIT_S = 10.0
 """The coordinator's answer to a call that only gives an order."""

@@ -30,9 +30,10 @@ from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
 from elastic_train.launch.supervisor import JobEnd, Supervisor
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity
+from elastic_train.telemetry.json_files import read_object
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import prepare_run_directory
-from elastic_train.telemetry.run_files import read_object, read_secret
+from elastic_train.telemetry.run_files import read_secret
 from elastic_train.terminal import say
 
 END_NEWS_LIMIT_S = 10.0

@@ -34,6 +34,7 @@ from elastic_train.telemetry.barriers import verify_barriers
 from elastic_train.telemetry.compare import compare, format_comparison, read_run
 from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
 from elastic_train.telemetry.records import is_run_directory
+from elastic_train.telemetry.report import SUMMARY
 from elastic_train.telemetry.run_files import read_summary
 from elastic_train.terminal import say
 
@@ -144,7 +145,7 @@ def _verdict(undisturbed: Path, disturbed: Path, workers: int, promised: bool, c
         read_lines(disturbed / "events.jsonl"),
         other.metrics,
         other.ledger,
-        read_summary(disturbed),
+        read_summary(disturbed, SUMMARY),
         verify_run(disturbed),
         verify_barriers(disturbed),
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
+from elastic_train.telemetry.json_files import CHANGED, read_object, unreadable
+from elastic_train.telemetry.kinds import OBJECT, Kind
 from elastic_train.telemetry.records import is_run_directory
 
 
@@ -20,41 +21,33 @@ def require_run_directory(path: Path) -> None:
         )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that is the whole of a file. Raises OSError, and UsageError if it holds none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"cannot read {path}: not JSON: {error}; the file was changed") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"cannot read {path}: no JSON object; the file was changed")
-    return found
-
-
 def read_secret(run_dir: Path) -> str:
     """What a caller of the job's coordinator must know. Raises OSError."""
     return (run_dir / "secret").read_text(encoding="utf-8").strip()
 
 
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The content of summary.json; empty while the job runs. Raises UsageError if it cannot be read, or is no JSON."""
+def read_summary(run_dir: Path, kind: Kind = OBJECT) -> dict[str, Any]:
+    """The content of summary.json, of this kind; empty while the job runs.
+
+    Raises UsageError if it cannot be read, or holds something else.
+    """
     try:
-        return read_object(run_dir / "summary.json")
+        return read_object(run_dir / "summary.json", kind)
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise UsageError(f"cannot read {run_dir / 'summary.json'}: {error.strerror}") from error
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """config.toml, with dotted keys; empty if it is not there. Raises UsageError if it is no TOML."""
+    """config.toml, with dotted keys; empty if it is not there. Raises UsageError if it is no TOML that can be read."""
     path = run_dir / "config.toml"
     try:
         return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8")), ""))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise UsageError(f"{path}: not TOML: {error}; the file was changed") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {path}: not TOML: {error}; {CHANGED}") from error
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_train.errors import UsageError
-from elastic_train.telemetry.json_files import read_lines
+from elastic_train.telemetry.json_files import read_lines, read_object
 from elastic_train.telemetry.kinds import Kind
 from elastic_train.telemetry.records import is_written
-from elastic_train.telemetry.run_files import read_object, read_secret, require_run_directory
+from elastic_train.telemetry.run_files import read_secret, require_run_directory
 
 DEADLINE_S = 3.0
 """How long the coordinator may take to answer."""

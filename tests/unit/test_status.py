@@ -19,6 +19,7 @@ from elastic_train import cli
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.errors import UsageError
 from elastic_train.telemetry import status
+from elastic_train.telemetry.json_files import CHANGED
 from elastic_train.telemetry.records import RunDirectory
 from elastic_train.telemetry.run_files import read_summary
 from elastic_train.telemetry.status import format_status, live_status, replay, status_from_files
@@ -192,7 +193,7 @@ def test_a_line_that_no_run_writes(tmp_path, capsys, file, line, wrong):
     with path.open("a") as lines:
         lines.write(line + "\n")
     assert cli.main(["status", str(tmp_path)]) == 2
-    message = f"elastic-train: {path}, line {number}, is not what a run writes: {wrong}; the file was changed\n"
+    message = f"elastic-train: {path}, line {number}, is not what a run writes: {wrong}; {CHANGED}\n"
     assert capsys.readouterr().err == message
 
 
