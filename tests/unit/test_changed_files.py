@@ -21,6 +21,7 @@ from elastic_train.telemetry.blocks import BlockTrace
 from elastic_train.telemetry.json_files import CHANGED
 from elastic_train.telemetry.leaves import write_leaves
 from elastic_train.telemetry.records import RunDirectory
+from elastic_train.telemetry.status import format_status, live_status
 
 
 def _compared(run: Path) -> str:
@@ -32,6 +33,7 @@ READERS: dict[str, Callable[[Path], str]] = {
     "ledger": lambda run: format_report(verify_run(run)),
     "barriers": lambda run: format_barriers(verify_barriers(run)),
     "compare": _compared,
+    "status": lambda run: format_status(live_status(run)),
 }
 """What the commands do, without the reading of options, which takes far longer."""
 
@@ -39,8 +41,9 @@ LINES = {
     "ledger": ["events", "metrics", "ledger"],
     "barriers": ["events", "ledger", "blocks/0-0", "blocks/1-0"],
     "compare": ["metrics", "ledger"],
+    "status": ["events", "ledger"],
 }
-OBJECTS = {"ledger": ["summary"], "barriers": [], "compare": ["summary", "leaves"]}
+OBJECTS = {"ledger": ["summary"], "barriers": [], "compare": ["summary", "leaves"], "status": ["job", "summary"]}
 WRONG = [None, True, -1, 0.5, 10**400, "", "x", [], [[None]], [10**30], {}, {"x": None}]
 WORKERS = [Identity(0, 0, 1), Identity(1, 0, 2)]
 
@@ -104,7 +107,12 @@ def refusal(run: Path, command: str) -> str:
 
 @pytest.mark.parametrize(
     ("argv", "code"),
-    [(["ledger", "verify", "RUN"], 0), (["barriers", "verify", "RUN"], 0), (["compare", "RUN", "OTHER"], 1)],
+    [
+        (["ledger", "verify", "RUN"], 0),
+        (["barriers", "verify", "RUN"], 0),
+        (["compare", "RUN", "OTHER"], 1),
+        (["status", "RUN"], 0),
+    ],
 )
 def test_exit_codes(capsys: pytest.CaptureFixture[str], runs: Path, argv: list[str], code: int) -> None:
     argv = [str(runs.with_name(word)) if word.isupper() else word for word in argv]

@@ -162,6 +162,50 @@ def test_a_damaged_job_file(tmp_path, content):
         live_status(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("job", "wrong"),
+    [
+        ({}, "lacks 'address'"),
+        ({"address": 5}, "address = 5: expected text or null"),
+        ({"address": "here"}, 'address = "here": expected HOST:PORT or null'),
+        ({"address": "here:70000"}, 'address = "here:70000": expected HOST:PORT or null'),
+        ({"address": "\ud800:1"}, 'address = "\\ud800:1": expected HOST:PORT or null'),
+        ({"address": "127.0.0.1:1", "steps": "9"}, 'steps = "9": expected a whole number or null'),
+        ({"address": "127.0.0.1:1", "tls": []}, "tls = []: expected an object"),
+        ({"address": "127.0.0.1:1", "tls": {"cert": 3}}, "tls.cert = 3: expected text"),
+    ],
+)
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["drain", "--worker", "0"]])
+def test_a_job_file_that_no_run_writes(tmp_path, capsys, command, job, wrong):
+    fill(tmp_path, None)
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert cli.main([*command, str(tmp_path)]) == 2
+    assert f"{tmp_path / 'job.json'} is not what a run writes: {wrong}; {CHANGED}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["status"], ["stop"]])
+def test_tls_that_cannot_be_used(tmp_path, capsys, command):
+    fill(tmp_path, None)
+    job = {"address": "127.0.0.1:1", "tls": {"cert": str(tmp_path / "cert.pem"), "key": "", "ca": ""}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert cli.main([*command, str(tmp_path)]) == 2
+    assert f"{tmp_path / 'job.json'}: --tls-cert and --tls-key belong together" in capsys.readouterr().err
+    job["tls"]["key"] = "key.pem"
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert cli.main([*command, str(tmp_path)]) == 2
+    message = f"cannot read {tmp_path / 'cert.pem'}: No such file or directory; the job uses TLS"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\x00\xff\x80", "é".encode(), b"a\nb"])
+def test_a_damaged_secret(tmp_path, capsys, content):
+    fill(tmp_path, "127.0.0.1:1")
+    (tmp_path / "secret").write_bytes(content)
+    for command in ("status", "stop"):
+        assert cli.main([command, str(tmp_path)]) == 2
+        assert f"{tmp_path / 'secret'} holds no secret; {CHANGED}\n" in capsys.readouterr().err
+
+
 def test_a_damaged_summary(tmp_path):
     fill(tmp_path, "127.0.0.1:1")
     (tmp_path / "summary.json").write_text("[]")
