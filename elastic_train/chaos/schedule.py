@@ -3,6 +3,7 @@
 ```toml
 seed = 7
 patient = false            # true: the faults below wait until every slot has a member again
+stop_after_steps = 10      # the job stops so many steps after all faults were survived; by default it does not
 
 [[fault]]                  # strikes exactly there, whatever else is going on
 kind = "kill"
@@ -47,6 +48,11 @@ When = Mapping[str, Any]
 
 Draw = Callable[[random.Random, Sequence[int], When], tuple[Fault, ...]]
 """(source of chance, all slots in random order, when) -> the faults of one scenario."""
+
+SURVIVED = "all faults have struck, and every slot has a member again"
+"""Why a job with `stop_after_steps` is stopped."""
+
+_KEYS = ("seed", "patient", "stop_after_steps", "fault", "random")
 
 MAX_DRAWN = 100_000
 """So many scenarios are enough for a week of one every six seconds."""
@@ -223,12 +229,15 @@ class Schedule:
       faults: those that were written down.
       patient: these wait, in their order, until every slot has a member again.
       random: those to be drawn.
+      stop_after_steps: how many steps after all of them have struck, and every slot has a member again, the job stops;
+        None if it does not.
     """
 
     seed: int = 0
     faults: tuple[Fault, ...] = ()
     patient: bool = False
     random: RandomFaults | None = None
+    stop_after_steps: int | None = None
 
     @property
     def max_down(self) -> int:
@@ -261,20 +270,23 @@ def parse_schedule(text: str) -> Schedule:
         raise ScheduleError("arrays or tables are nested too deeply; a chaos file needs two levels at most") from None
     mistakes = Mistakes()
     for key in table:
-        if key not in ("seed", "patient", "fault", "random"):
-            mistakes.unknown(key, ("seed", "patient", "fault", "random"), "the file")
+        if key not in _KEYS:
+            mistakes.unknown(key, _KEYS, "the file")
     seed = table.get("seed", 0)
     mistakes.require(is_count(seed), "seed", seed, "use a whole number")
     patient = table.get("patient", False)
     if mistakes.require(isinstance(patient, bool), "patient", patient, "use true or false"):
         fix = "leave it out: it is for faults that are written down, and those of [random] wait anyhow"
         mistakes.require(not (patient and "random" in table), "patient", patient, fix)
+    stop_after = table.get("stop_after_steps")
+    ok = stop_after is None or is_count(stop_after)
+    mistakes.require(ok, "stop_after_steps", stop_after, "use a number of steps, 0 or more")
     faults = _read_faults(table.get("fault", []), mistakes)
     drawn = _read_random(table["random"], mistakes) if "random" in table else None
     if not mistakes and not faults and drawn is None:
         mistakes.note("there is no fault in it; write [[fault]] tables, or [random]")
     mistakes.tell()
-    return Schedule(seed=seed, faults=faults, patient=patient, random=drawn)
+    return Schedule(seed=seed, faults=faults, patient=patient, random=drawn, stop_after_steps=stop_after)
 
 
 def _read_faults(tables: Any, mistakes: Mistakes) -> tuple[Fault, ...]:

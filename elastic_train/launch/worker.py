@@ -151,6 +151,7 @@ def _prepare(
         checkpoint_directory(job.run_dir, config.checkpoint),
         _trace(settings),
         times,
+        job.last_step,
     )
     if nccl is not None:
         times.enter("nccl")
