@@ -103,6 +103,11 @@ def verify_faults(options: JobOptions, environ: Mapping[str, str]) -> Verified:
         )
         measured = _measure(options, checked.faults.keepalive_s, environ)
         steps = steps_needed(measured.pace.gap(checked.faults.keepalive_s))
+    else:
+        _say(
+            f"a run of {steps} steps with {num_faults} faults, then one without, to compare with. Without --steps they "
+            "would be no longer than needed, and a first one would tell how long that is"
+        )
     promised = platform == "cpu" or checked.deterministic
     attempt = 1
     found = _attempt(options, steps, workers, promised, checked, environ, measured)
