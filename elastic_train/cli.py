@@ -116,17 +116,17 @@ class CoordinatorAlone(_Host, _Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyFaults:
-    """Train a recipe undisturbed, then under real faults, and say whether it came to the same and what they cost.
+    """Train a recipe under real faults, then undisturbed, and say whether it came to the same and what they cost.
 
     The faults: SIGKILL of a worker and of the one of slot 0, an exception, a worker that is silent, one that is asked
-    to leave. Run it on your own recipe before you trust it with many machines.
+    to leave. Run it on your own recipe before you trust it with many machines. At its start it says how long it takes.
 
     Exit codes: 0 exact, and every fault survived; 1 not; 2 bad usage, recipe or config; others as `run`.
 
     Attributes:
       recipe: a file, a module, or the name of a recipe that comes along (digits_mlp).
       workers: by default one per GPU, or three on CPU.
-      steps: optimizer updates of each run; by default so many that every lost worker comes back.
+      steps: optimizer updates of each run; by default as many as are taken until every lost worker is back.
       config: a TOML file with settings.
       run_dir: where the runs are written; by default runs/RECIPE-verify-TIME.
       seed: start of all random numbers and of the order of the samples.

@@ -116,7 +116,8 @@ class Checkpoint:
 class Ledger:
     """Prove that a run consumed every sample exactly once per pass and left out no step, or say where not.
 
-    Exit codes: 0 proven; 1 not; 2 there is no run directory. A job may still be running.
+    Exit codes: 0 proven; 1 not; 2 there is no run directory, or one of its other files was changed. A job may still be
+    running.
 
     Attributes:
       action: what to do with the ledger.
@@ -133,7 +134,8 @@ class Barriers:
 
     The run must have been traced: `run --trace-blocks`.
 
-    Exit codes: 0 proven; 1 not; 2 there is no run directory. A job may still be running.
+    Exit codes: 0 proven; 1 not; 2 there is no run directory, or one of its files was changed. A job may still be
+    running.
 
     Attributes:
       action: what to do with the barriers.
@@ -148,7 +150,7 @@ class Barriers:
 class Compare:
     """Say whether two runs are the same computation: equal digests, or where and by how much they differ.
 
-    Exit codes: 0 the same; 1 different, or not known; 2 there is no run directory.
+    Exit codes: 0 the same; 1 different, or not known; 2 there is no run directory, or one of its files was changed.
 
     Attributes:
       run_dir: a job's run directory.

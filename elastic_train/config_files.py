@@ -19,6 +19,19 @@ from elastic_train.config import Config, ConfigError
 ConfigType = TypeVar("ConfigType", bound=Config)
 
 
+class SettingsError(ConfigError):
+    """Settings are wrong.
+
+    Attributes:
+      right: values of those fields of the config that are not, given or by default. A group of settings is among them
+        with defaults in place of what is wrong in it.
+    """
+
+    def __init__(self, message: str, right: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.right = right
+
+
 class Setting(NamedTuple):
     """One value that somebody set, and where."""
 
@@ -47,7 +60,7 @@ def resolve(
       flags: typed values of command-line options of their own, by key; None means that it was not given.
 
     Raises:
-      ConfigError: a file that is missing or no TOML, unknown keys, wrong types, and values out of range.
+      SettingsError: a file that is missing or no TOML, unknown keys, wrong types, and values out of range.
     """
     known = dict(_keys(config_class))
     wrong = _Wrong()
@@ -60,7 +73,7 @@ def resolve(
     settings = _settled([(key, setting) for key, setting in given if key in known])
     config = _build(config_class, None, "", settings, wrong)
     if unknown or wrong.texts:
-        raise ConfigError(_message(config_class, unknown, known, wrong.texts))
+        raise SettingsError(_message(config_class, unknown, known, wrong.texts), wrong.right())
     return config
 
 
@@ -74,11 +87,17 @@ class _Wrong:
     Attributes:
       keys: those that are wrong, or whose value cannot be judged because of others.
       texts: what is said of them.
+      values: of the fields of the config, as far as they could be read.
     """
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
         self.texts: list[str] = []
+        self.values: dict[str, Any] = {}
+
+    def right(self) -> dict[str, Any]:
+        """The values of fields that are not wrong."""
+        return {name: value for name, value in self.values.items() if name not in self.keys}
 
     @contextlib.contextmanager
     def noting(self, key: str) -> Iterator[None]:
@@ -181,6 +200,8 @@ def _build(config_class: type, base: Any, prefix: str, settings: Mapping[str, Se
                 values[field.name] = _value(field, key, setting)
             elif field.name in needed and _SOURCE not in wrong.keys:
                 raise ConfigError(f"{key}: has no default; set it in the config file or with --set {key}=...")
+        if not prefix and (field.name in values or (field.name not in needed and _SOURCE not in wrong.keys)):
+            wrong.values[field.name] = values.get(field.name, field.default)
     while needed <= values.keys() and _SOURCE not in wrong.keys:
         try:
             return config_class(**values) if base is None else dataclasses.replace(base, **values)

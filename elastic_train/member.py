@@ -143,6 +143,7 @@ def prepare_member(
     checkpoints: str,
     trace: Trace | None = None,
     times: PhaseTimes | None = None,
+    last_step: int = 0,
 ) -> Training:
     """Does everything slow, so that the worker stalls nobody when it is admitted.
 
@@ -156,6 +157,7 @@ def prepare_member(
       checkpoints: the checkpoint directory.
       trace: told of every barrier.
       times: told when the parts of it begin, see `Recipe`.
+      last_step: see `Training`.
 
     Raises what the user's code raises.
     """
@@ -179,7 +181,7 @@ def prepare_member(
     link.on_abort, link.on_expect = group.on_dead, group.expect
     for node in link.dead:
         group.on_dead(node)
-    training = Training(recipe, group, link, min_workers, leave_requested, checkpoints)
+    training = Training(recipe, group, link, min_workers, leave_requested, checkpoints, last_step)
     training.refuse_other_checkpoint()
     return training
 

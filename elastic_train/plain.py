@@ -19,7 +19,7 @@ from elastic_train.checkpoint.planning import plan
 from elastic_train.checkpoint.resume import Mode, checkpoint_directory
 from elastic_train.checkpoint.saves import Save
 from elastic_train.config import ConfigError
-from elastic_train.config_files import resolve, to_toml, to_values
+from elastic_train.config_files import SettingsError, resolve, to_toml, to_values
 from elastic_train.errors import (
     ElasticTrainError,
     InterruptedByUser,
@@ -34,6 +34,7 @@ from elastic_train.launch.signals import Signals
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.live import Alone, Group
+from elastic_train.packages import missing
 from elastic_train.recipe import Recipe
 from elastic_train.state import params_sha256, state_sha256
 from elastic_train.step.model import leaf_kinds_of
@@ -42,7 +43,7 @@ from elastic_train.telemetry.phase_times import PhaseTimes
 from elastic_train.telemetry.progress import Display, Pace
 from elastic_train.telemetry.records import RunDirectory, prepare_run_directory
 from elastic_train.telemetry.report import format_summary
-from elastic_train.telemetry.trackers import check_trackers, open_trackers
+from elastic_train.telemetry.trackers import open_trackers
 from elastic_train.terminal import say
 from elastic_train.training import Result, Training, write_params
 
@@ -232,10 +233,14 @@ def _main(trainer: type[Trainer], signals: Signals) -> NoReturn:
     try:
         flags = {"steps": options.steps, "seed": options.seed}
         config = resolve(trainer.config_class(), options.config, options.set, flags)
+        if lacking := missing(trainer, vars(config)):
+            raise UsageError("\n".join(lacking))
         if config.deterministic:  # read when the first backend is created, which is later
             os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), DETERMINISTIC_XLA_FLAGS)
         run_dir = options.run_dir or default_run_dir(name)
         sys.exit(_train(trainer(config), run_dir, name, options.resume, signals))
+    except SettingsError as error:
+        sys.exit(report_error(UsageError("\n".join([str(error), *missing(trainer, error.right)]))))
     except ConfigError as error:
         sys.exit(report_error(UsageError(str(error))))
     except ElasticTrainError as error:
@@ -244,7 +249,6 @@ def _main(trainer: type[Trainer], signals: Signals) -> NoReturn:
 
 def _train(trainer: Trainer, run_dir: Path, name: str, mode: Mode, signals: Signals) -> int:
     config = trainer.config
-    check_trackers(config.tensorboard)
     prepare_run_directory(run_dir, may_hold_run=mode != "never")
     resume = plan(run_dir, mode, config.checkpoint, to_values(config), lambda: leaf_kinds_of(type(trainer), config))
     trackers = open_trackers(config.tensorboard, run_dir)

@@ -17,7 +17,7 @@ import traceback
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import jax
 import optax
@@ -104,6 +104,10 @@ class Trainer(abc.ABC):
     """
 
     config: Config
+
+    requires: ClassVar[Mapping[str, str]] = {}
+    """Modules without which it cannot train, and how each is installed. They are looked for, not imported, before any
+    worker starts: {"sklearn": "pip install scikit-learn"}."""
 
     def __init__(self, config: Config | None = None) -> None:
         """Raises TypeError if `config` is not of the class that the subclass names."""

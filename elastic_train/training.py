@@ -84,6 +84,7 @@ class Training:
       min_workers: below this many members no step is tried.
       leave_requested: set when this worker alone was asked to leave.
       checkpoints: the checkpoint directory; None saves nothing.
+      last_step: the run stops after this step, whatever `steps` says, which the recipe may compute with; 0 for none.
 
     Attributes:
       handover: what this member leaves to the slot's next worker, and was left by the last one.
@@ -97,9 +98,11 @@ class Training:
         min_workers: int = 1,
         leave_requested: threading.Event | None = None,
         checkpoints: str | None = None,
+        last_step: int = 0,
     ) -> None:
         self._recipe, self._group, self._outside, self._min_workers = recipe, group, outside, min_workers
         self._config, self._trainer = recipe.config, recipe.trainer
+        self._last_step = min(last_step or recipe.config.steps, recipe.config.steps)
         self._held = Held(recipe.local.give_initial())
         self._keeping = Keeping(recipe, group, outside, checkpoints)
         self._record = StepRecord(recipe, group, outside)
@@ -132,7 +135,7 @@ class Training:
         # What the generation before has left to do, and the step that admitted this member.
         self._evaluate_if_due()
         self._record.send(is_alone=True)
-        while self.state.step < self._config.steps:
+        while self.state.step < self._last_step:
             if len(self._group.view.members) < self._min_workers:
                 verdict = self._pause()
             else:
@@ -227,7 +230,7 @@ class Training:
     def _step(self) -> Agreed:
         before = self.state
         # Whoever joined with the last commit would find nothing to do.
-        last = before.step + 1 == self._config.steps
+        last = before.step + 1 == self._last_step
         candidates = () if last else self._outside.candidates[:MAX_JOINERS_PER_STEP]
         vote = self._vote(candidates if self._group.foresee(candidates) else ())
         every = self._config.faults.fingerprint_every

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 import elastic_train as et
-from recipes.digits_mlp import load_digits, score
+from recipes.digits_mlp import REQUIRES, load_digits, score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class DigitsCNN(et.Trainer):
     """Classify 8x8 images of handwritten digits, with batch statistics and dropout."""
 
     config: DigitsCNNConfig
+    requires = REQUIRES
 
     def model(self, rngs: nnx.Rngs) -> CNN:
         return CNN(self.config.channels, self.config.dropout, rngs=rngs)

@@ -20,6 +20,8 @@ from flax import nnx
 
 import elastic_train as et
 
+REQUIRES = {"sklearn": "pip install 'elastic-train[recipes]'"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DigitsConfig(et.Config):
@@ -53,6 +55,7 @@ class Digits(et.Trainer):
     """Classify 8x8 images of handwritten digits."""
 
     config: DigitsConfig
+    requires = REQUIRES
 
     def model(self, rngs: nnx.Rngs) -> MLP:
         return MLP(self.config.width, rngs=rngs)
@@ -91,7 +94,7 @@ def load_digits(split: str) -> et.ArraySource:
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
-            "the digits images are a file of scikit-learn, which is not installed: pip install 'elastic-train[recipes]'"
+            f"the digits images are a file of scikit-learn, which is not installed: {REQUIRES['sklearn']}"
         )
     # Only the file is read: importing scikit-learn takes about a second, at every restart of a worker.
     path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from elastic_train.chaos.faults import Fault, to_toml
 from elastic_train.chaos.orders import Order, Orders, Strike
-from elastic_train.chaos.schedule import Planned, aim, num_taken, schedule_toml
+from elastic_train.chaos.schedule import SURVIVED, Planned, aim, num_taken, schedule_toml
 from elastic_train.chaos.turns import is_spaced, may_begin
 from elastic_train.membership.group import Identity
 
@@ -39,6 +39,14 @@ class Job(Protocol):
 
     def event(self, name: str, /, **fields: Any) -> None: ...
 
+    def note(self, text: str) -> None:
+        """Shows a line to a person."""
+        ...
+
+    def stop(self, reason: str) -> None:
+        """Asks the members to stop after a commit."""
+        ...
+
 
 @dataclass
 class _Given:
@@ -58,6 +66,7 @@ class Conductor:
       directory: `chaos/` in the run directory.
       job: the job.
       clock: gives Unix time.
+      stop_after_steps: see `Schedule`. If it is given, a person is told how far the schedule is.
 
     Raises OSError.
     """
@@ -70,6 +79,7 @@ class Conductor:
         directory: Path,
         job: Job,
         clock: Callable[[], float] = time.time,
+        stop_after_steps: int | None = None,
     ) -> None:
         self._workers, self._max_down, self._job, self._clock = workers, max_down, job, clock
         self._orders = Orders(directory)
@@ -84,6 +94,8 @@ class Conductor:
         self._to_wake: list[tuple[float, Identity]] = []
         self._struck_at = -1  # completed steps at the newest strike
         self._first_step_at: float | None = None
+        self._stop_after_steps, self._num_faults = stop_after_steps, sum(len(each.faults) for each in planned)
+        self._survived_at: int | None = None  # completed steps when nothing was left to strike or to come back
         self._lock = threading.Lock()
         self._finished = False
         # Workers know their step better than this process: they get these at once, and strike exactly there.
@@ -121,6 +133,25 @@ class Conductor:
             self._give(aimed, step)
         for given in list(self._outside):
             self._strike_from_outside(given, step, now)
+        if self._stop_after_steps is not None:
+            self._stop_when_survived(self._stop_after_steps, step, now)
+
+    def _stop_when_survived(self, stop_after_steps: int, step: int, now: float) -> None:
+        if not self._is_survived(now):
+            self._survived_at = None
+        elif self._survived_at is None:
+            self._survived_at = step
+            self._job.note(f"{SURVIVED}: the job stops after {stop_after_steps} more steps")
+        elif step >= self._survived_at + stop_after_steps:
+            self._stop_after_steps = None
+            self._job.stop(SURVIVED)
+
+    def _is_survived(self, now: float) -> bool:
+        """Whether all faults have struck, those who are gone because of them are back, and a step was taken since."""
+        has_struck = not self._written and not self._waiting and all(given.strike for given in self._given.values())
+        are_back = self._is_settled(now) and len(self._job.members) >= self._workers
+        is_awake = not any(identity in self._job.members for _, identity in self._to_wake)
+        return has_struck and are_back and is_awake and self._job.step > self._struck_at
 
     def finish(self) -> None:
         """Notes the last strikes, and the faults that found no occasion. Does nothing the second time."""
@@ -196,6 +227,7 @@ class Conductor:
         fault = given.order.fault
         if given.strike is None:
             given.strike = strike
+            self._tell_progress(fault, strike)
         if fault.kind == "stop":
             self._to_wake.append((strike.time + (fault.duration_s or 0.0), strike.identity))
         # Written so that it strikes there again. A worker without a state knows neither its step nor, in another
@@ -209,6 +241,14 @@ class Conductor:
         self._struck_at = max(self._struck_at, about["step"])
         about |= {"kind": fault.kind, "where": fault.where, "lethal": fault.is_lethal}
         self._job.event("fault_injected", **about, fault=exact.as_table(), reported_time=strike.time)
+
+    def _tell_progress(self, fault: Fault, strike: Strike) -> None:
+        if self._stop_after_steps is None:
+            return
+        number = sum(given.strike is not None for given in self._given.values())
+        step = self._job.step if fault.strikes_new else strike.step
+        place = f"{fault.kind}, {fault.where}, slot {strike.identity.slot}, after step {step}"
+        self._job.note(f"fault {number} of {self._num_faults} has struck ({place})")
 
 
 def _is_exact(fault: Fault) -> bool:

@@ -28,10 +28,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from elastic_train.errors import UsageError
@@ -70,20 +71,56 @@ _AT_A_CHANGE = frozenset({"gather", "heal", "start"})
 
 
 class ScheduleError(UsageError):
-    """A schedule of faults is wrong. The message names the key, the value and the fix."""
+    """A schedule of faults is wrong.
+
+    Attributes:
+      texts: each mistake in a line of its own, with the key, the value and the fix.
+    """
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__("\n".join(texts))
+        self.texts = texts
 
 
-def require(condition: bool, key: str, value: object, fix: str) -> None:
-    """Raises ScheduleError naming `key` unless `condition` holds."""
-    if not condition:
-        raise ScheduleError(f"{key} = {value!r}: {fix}")
+class Mistakes:
+    """Gathers what is wrong, so that one error tells all of it. Whoever notes something says nothing of what only
+    follows from another mistake."""
 
+    def __init__(self) -> None:
+        self._texts: dict[str, None] = {}
 
-def unknown(key: str, known: tuple[str, ...], place: str) -> ScheduleError:
-    """The error for a key or name that nothing knows."""
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ScheduleError(f"{place}: unknown {key!r}.{hint} Known are: {', '.join(known)}")
+    def require(self, condition: bool, key: str, value: object, fix: str) -> bool:
+        """Notes a mistake in `key` unless `condition` holds. Returns whether it does."""
+        if not condition:
+            self.note(f"{key} = {value!r}: {fix}")
+        return condition
+
+    def unknown(self, key: str, known: Sequence[str], place: str) -> None:
+        """Notes a key or name that nothing knows."""
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        self.note(f"{place}: unknown {key!r}.{hint} Known are: {', '.join(known)}")
+
+    def note(self, text: str) -> None:
+        """Notes a mistake; the same one only once."""
+        self._texts[text] = None
+
+    @contextlib.contextmanager
+    def noting(self, prefix: str = "") -> Iterator[None]:
+        """Around what raises ScheduleError; each of its texts gets the prefix."""
+        try:
+            yield
+        except ScheduleError as error:
+            for text in error.texts:
+                self.note(prefix + text)
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def tell(self) -> None:
+        """Raises ScheduleError if there are any."""
+        if self._texts:
+            raise ScheduleError(*self._texts)
 
 
 def is_number(value: object) -> bool:
@@ -123,28 +160,45 @@ class Fault:
     repeat: str = "once"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in PLACES:
-            raise unknown(str(self.kind), tuple(PLACES), "kind")
+        mistakes = Mistakes()
+        has_place = self._check_kind(mistakes)
+        timed = (self.step is None) != (self.after_s is None)
+        mistakes.require(timed, "step", self.step, "give either step or after_s, and not both")
+        if self.step is not None:
+            mistakes.require(is_count(self.step), "step", self.step, "use a number of completed steps, 0 or more")
+        if self.after_s is not None:
+            ok = is_number(self.after_s) and self.after_s >= 0
+            mistakes.require(ok, "after_s", self.after_s, "use seconds since the first step, 0 or more")
+        if self._check_slot(mistakes) and has_place:
+            self._check_who_is_there(mistakes)
+        self._check_parameters(mistakes)
+        mistakes.tell()
+
+    def _check_kind(self, mistakes: Mistakes) -> bool:
+        """Returns whether kind and place fit together."""
+        if not self.kind:
+            mistakes.note(f"kind is missing; use one of {', '.join(PLACES)}")
+            return False
+        if self.kind not in tuple(PLACES):  # whatever it is, a list perhaps
+            mistakes.unknown(str(self.kind), tuple(PLACES), "kind")
+            return False
         places = PLACES[self.kind]
         if not self.where:
             object.__setattr__(self, "where", places[0])
-        require(self.where in places, "where", self.where, f"a {self.kind} can be at {', '.join(places)}")
-        timed = (self.step is None) != (self.after_s is None)
-        require(timed, "step", self.step, "give either step or after_s, and not both")
-        if self.step is not None:
-            require(is_count(self.step), "step", self.step, "use a number of completed steps, 0 or more")
-        if self.after_s is not None:
-            ok = is_number(self.after_s) and self.after_s >= 0
-            require(ok, "after_s", self.after_s, "use seconds since the first step, 0 or more")
-        self._check_slot()
-        self._check_parameters()
+        fix = f"a {self.kind} can be at {', '.join(places)}"
+        return mistakes.require(self.where in places, "where", self.where, fix)
 
-    def _check_slot(self) -> None:
-        if isinstance(self.slot, str):
-            if self.slot not in ROLES:
-                raise unknown(self.slot, ROLES, "slot, where it is no number")
-        else:
-            require(is_count(self.slot), "slot", self.slot, f"use a slot's number or one of {', '.join(ROLES)}")
+    def _check_slot(self, mistakes: Mistakes) -> bool:
+        """Returns whether it can be a slot."""
+        if not isinstance(self.slot, str):
+            fix = f"use a slot's number or one of {', '.join(ROLES)}"
+            return mistakes.require(is_count(self.slot), "slot", self.slot, fix)
+        if self.slot not in ROLES:
+            mistakes.unknown(self.slot, ROLES, "slot, where it is no number")
+        return self.slot in ROLES
+
+    def _check_who_is_there(self, mistakes: Mistakes) -> None:
+        require = mistakes.require
         if self.slot == "joiner":
             fits = self.where in ("gather", "heal")
             require(fits, "slot", self.slot, 'a joiner is one at where = "gather" or "heal" only')
@@ -156,20 +210,20 @@ class Fault:
             is_slot = isinstance(self.slot, int) or self.slot == "random"
             require(is_slot, "slot", self.slot, "a worker that starts is no member: name its slot, or random")
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, mistakes: Mistakes) -> None:
+        require = mistakes.require
+        has_kind = self.kind in tuple(PLACES)
         for name, kind, default in (("duration_s", "stop", 1.0), ("factor", "slow", 10.0), ("num_steps", "slow", 50)):
             value = getattr(self, name)
-            if self.kind != kind:
-                require(value is None, name, value, f"only a fault of kind {kind} has it")
-            elif value is None:
+            if self.kind == kind and value is None:
                 object.__setattr__(self, name, default)
-            else:
-                require(is_number(value) and value > 0, name, value, "use a positive number")
-        if self.kind == "slow":
-            require(isinstance(self.num_steps, int), "num_steps", self.num_steps, "use a whole number")
-        require(self.repeat in REPEATS, "repeat", self.repeat, f"use one of {', '.join(REPEATS)}")
-        fits = self.repeat == "once" or self.kind == "raise"
-        require(fits, "repeat", self.repeat, "only a fault of kind raise is repeated")
+            elif value is not None and has_kind and self.kind != kind:
+                require(False, name, value, f"only a fault of kind {kind} has it")
+            elif value is not None and require(is_number(value) and value > 0, name, value, "use a positive number"):
+                require(name != "num_steps" or isinstance(value, int), name, value, "use a whole number")
+        if require(self.repeat in REPEATS, "repeat", self.repeat, f"use one of {', '.join(REPEATS)}"):
+            fits = self.repeat == "once" or self.kind == "raise" or not has_kind
+            require(fits, "repeat", self.repeat, "only a fault of kind raise is repeated")
 
     @property
     def is_lethal(self) -> bool:
@@ -201,17 +255,21 @@ class Fault:
 
 def read_fault(table: Mapping[str, Any], place: str) -> Fault:
     """The fault of one `[[fault]]` table. Raises ScheduleError, which names `place`."""
-    known = tuple(field.name for field in fields(Fault))
+    mistakes = Mistakes()
+    given = known_keys(table, Fault, place, mistakes)
+    with mistakes.noting(f"{place}: "):
+        fault = Fault(**{"kind": "", **given})
+    mistakes.tell()
+    return fault
+
+
+def known_keys(table: Mapping[str, Any], kind: type, place: str, mistakes: Mistakes) -> dict[str, Any]:
+    """What a table says of the fields of the dataclass `kind`; other keys are mistakes."""
+    known = tuple(field.name for field in fields(kind))
     for key in table:
         if key not in known:
-            raise unknown(key, known, place)
-    for field in fields(Fault):
-        if field.default is MISSING and field.name not in table:
-            raise ScheduleError(f"{place}: {field.name} is missing; use one of {', '.join(PLACES)}")
-    try:
-        return Fault(**table)
-    except ScheduleError as error:
-        raise ScheduleError(f"{place}: {error}") from None
+            mistakes.unknown(key, known, place)
+    return {key: value for key, value in table.items() if key in known}
 
 
 def to_toml(fault: Fault) -> str:

@@ -3,6 +3,7 @@
 ```toml
 seed = 7
 patient = false            # true: the faults below wait until every slot has a member again
+stop_after_steps = 10      # the job stops so many steps after all faults were survived; by default it does not
 
 [[fault]]                  # strikes exactly there, whatever else is going on
 kind = "kill"
@@ -27,17 +28,31 @@ from __future__ import annotations
 import random
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_train.chaos.faults import Fault, ScheduleError, is_count, is_number, read_fault, require, to_toml, unknown
+from elastic_train.chaos.faults import (
+    Fault,
+    Mistakes,
+    ScheduleError,
+    is_count,
+    is_number,
+    known_keys,
+    read_fault,
+    to_toml,
+)
 
 When = Mapping[str, Any]
 """`step` or `after_s`."""
 
 Draw = Callable[[random.Random, Sequence[int], When], tuple[Fault, ...]]
 """(source of chance, all slots in random order, when) -> the faults of one scenario."""
+
+SURVIVED = "all faults have struck, and every slot has a member again"
+"""Why a job with `stop_after_steps` is stopped."""
+
+_KEYS = ("seed", "patient", "stop_after_steps", "fault", "random")
 
 MAX_DRAWN = 100_000
 """So many scenarios are enough for a week of one every six seconds."""
@@ -148,11 +163,23 @@ class RandomFaults:
     max_down: int = 1
 
     def __post_init__(self) -> None:
-        require(isinstance(self.kinds, Mapping) and bool(self.kinds), "kinds", self.kinds, "use { kill = 1 }")
-        for name, weight in self.kinds.items():
-            if name not in SCENARIOS:
-                raise unknown(name, tuple(SCENARIOS), "kinds")
-            require(is_number(weight) and weight > 0, f"kinds.{name}", weight, "use a positive weight")
+        mistakes = Mistakes()
+        require = mistakes.require
+        if self.kinds == {}:
+            mistakes.note(f"kinds is missing; name some of {', '.join(SCENARIOS)}")
+        elif require(isinstance(self.kinds, Mapping), "kinds", self.kinds, "use { kill = 1 }"):
+            for name, weight in self.kinds.items():
+                if name not in SCENARIOS:
+                    mistakes.unknown(name, tuple(SCENARIOS), "kinds")
+                require(is_number(weight) and weight > 0, f"kinds.{name}", weight, "use a positive weight")
+        self._check_times(mistakes)
+        require(is_number(self.jitter) and 0 <= self.jitter < 1, "jitter", self.jitter, "use a share from 0 to below 1")
+        ok = isinstance(self.max_down, int) and not isinstance(self.max_down, bool) and self.max_down >= 1
+        require(ok, "max_down", self.max_down, "use a number of slots, at least 1")
+        mistakes.tell()
+
+    def _check_times(self, mistakes: Mistakes) -> None:
+        require = mistakes.require
         timed = (self.every_steps is None) != (self.every_s is None)
         require(timed, "every_steps", self.every_steps, "give either every_steps or every_s, and not both")
         wrong = ("until_s", "quiet_s") if self.every_steps is not None else ("until_step", "quiet_steps")
@@ -161,15 +188,13 @@ class RandomFaults:
             if value is None:
                 continue
             unit = "steps" if self.every_steps is not None else "seconds"
-            require(name not in wrong, name, value, f"the interval is given in {unit}, so give this in {unit}, too")
+            if timed and name in wrong:
+                require(False, name, value, f"the interval is given in {unit}, so give this in {unit}, too")
             positive = is_number(value) and (value > 0 or (value == 0 and name.startswith("quiet")))
-            require(positive, name, value, "use a positive number")
-            require(name.endswith("_s") or is_count(value), name, value, "use a whole number of steps")
-        if self.every_s is not None:
+            if require(positive, name, value, "use a positive number"):
+                require(name.endswith("_s") or is_count(value), name, value, "use a whole number of steps")
+        if timed and self.every_s is not None:
             require(self.until_s is not None, "until_s", None, "say for how many seconds faults go on")
-        require(is_number(self.jitter) and 0 <= self.jitter < 1, "jitter", self.jitter, "use a share from 0 to below 1")
-        ok = isinstance(self.max_down, int) and not isinstance(self.max_down, bool) and self.max_down >= 1
-        require(ok, "max_down", self.max_down, "use a number of slots, at least 1")
 
 
 @dataclass(frozen=True)
@@ -204,12 +229,15 @@ class Schedule:
       faults: those that were written down.
       patient: these wait, in their order, until every slot has a member again.
       random: those to be drawn.
+      stop_after_steps: how many steps after all of them have struck, and every slot has a member again, the job stops;
+        None if it does not.
     """
 
     seed: int = 0
     faults: tuple[Fault, ...] = ()
     patient: bool = False
     random: RandomFaults | None = None
+    stop_after_steps: int | None = None
 
     @property
     def max_down(self) -> int:
@@ -227,48 +255,59 @@ def read_schedule(path: Path) -> Schedule:
     try:
         return parse_schedule(text)
     except ScheduleError as error:
-        raise ScheduleError(f"--chaos {path}: {error}") from None
+        (first, *others) = error.texts
+        told = "".join(f"\n  {text}" for text in error.texts) if others else f" {first}"
+        raise ScheduleError(f"--chaos {path}:{told}") from None
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule in a TOML text. Raises ScheduleError."""
+    """The schedule in a TOML text. Raises ScheduleError, which tells all that is wrong with it."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ScheduleError(f"not valid TOML: {error}") from error
     except RecursionError:
         raise ScheduleError("arrays or tables are nested too deeply; a chaos file needs two levels at most") from None
+    mistakes = Mistakes()
     for key in table:
-        if key not in ("seed", "patient", "fault", "random"):
-            raise unknown(key, ("seed", "patient", "fault", "random"), "the file")
+        if key not in _KEYS:
+            mistakes.unknown(key, _KEYS, "the file")
     seed = table.get("seed", 0)
-    require(is_count(seed), "seed", seed, "use a whole number")
-    tables = table.get("fault", [])
-    is_list = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
-    require(is_list, "fault", tables, "write each fault as a table of its own, under [[fault]]")
-    faults = tuple(read_fault(each, f"fault {number}") for number, each in enumerate(tables, start=1))
+    mistakes.require(is_count(seed), "seed", seed, "use a whole number")
     patient = table.get("patient", False)
-    require(isinstance(patient, bool), "patient", patient, "use true or false")
-    fix = "leave it out: it is for faults that are written down, and those of [random] wait anyhow"
-    require(not (patient and "random" in table), "patient", patient, fix)
-    drawn = _read_random(table["random"]) if "random" in table else None
-    if not faults and drawn is None:
-        raise ScheduleError("there is no fault in it; write [[fault]] tables, or [random]")
-    return Schedule(seed=seed, faults=faults, patient=patient, random=drawn)
+    if mistakes.require(isinstance(patient, bool), "patient", patient, "use true or false"):
+        fix = "leave it out: it is for faults that are written down, and those of [random] wait anyhow"
+        mistakes.require(not (patient and "random" in table), "patient", patient, fix)
+    stop_after = table.get("stop_after_steps")
+    ok = stop_after is None or is_count(stop_after)
+    mistakes.require(ok, "stop_after_steps", stop_after, "use a number of steps, 0 or more")
+    faults = _read_faults(table.get("fault", []), mistakes)
+    drawn = _read_random(table["random"], mistakes) if "random" in table else None
+    if not mistakes and not faults and drawn is None:
+        mistakes.note("there is no fault in it; write [[fault]] tables, or [random]")
+    mistakes.tell()
+    return Schedule(seed=seed, faults=faults, patient=patient, random=drawn, stop_after_steps=stop_after)
 
 
-def _read_random(table: Any) -> RandomFaults:
-    require(isinstance(table, dict), "random", table, "write it as a table, [random]")
-    known = tuple(field.name for field in fields(RandomFaults))
-    for key in table:
-        if key not in known:
-            raise unknown(key, known, "random")
-    if "kinds" not in table:
-        raise ScheduleError(f"random: kinds is missing; name some of {', '.join(SCENARIOS)}")
-    try:
-        return RandomFaults(**table)
-    except ScheduleError as error:
-        raise ScheduleError(f"random: {error}") from None
+def _read_faults(tables: Any, mistakes: Mistakes) -> tuple[Fault, ...]:
+    is_list = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
+    fix = "write each fault as a table of its own, under [[fault]]"
+    if not mistakes.require(is_list, "fault", tables, fix):
+        return ()
+    faults = []
+    for number, each in enumerate(tables, start=1):
+        with mistakes.noting():
+            faults.append(read_fault(each, f"fault {number}"))
+    return tuple(faults)
+
+
+def _read_random(table: Any, mistakes: Mistakes) -> RandomFaults | None:
+    if not mistakes.require(isinstance(table, dict), "random", table, "write it as a table, [random]"):
+        return None
+    given = known_keys(table, RandomFaults, "random", mistakes)
+    with mistakes.noting("random: "):
+        return RandomFaults(**{"kinds": {}, **given})
+    return None
 
 
 def resolve(schedule: Schedule, workers: int, steps: int) -> tuple[Planned, ...]:
@@ -280,31 +319,36 @@ def resolve(schedule: Schedule, workers: int, steps: int) -> tuple[Planned, ...]
       steps: its last step.
 
     Raises:
-      ScheduleError: it does not fit a job of that size.
+      ScheduleError: it does not fit a job of that size. All that does not is told.
     """
+    mistakes = Mistakes()
     chance = random.Random(f"{schedule.seed} written")
     planned = []
     for number, fault in enumerate(schedule.faults, start=1):
         if isinstance(fault.slot, int):
             fix = f"the job has slots 0 to {workers - 1}; change it, or --workers"
-            require(fault.slot < workers, f"fault {number}: slot", fault.slot, fix)
+            mistakes.require(fault.slot < workers, f"fault {number}: slot", fault.slot, fix)
         if fault.step is not None:
-            require(fault.step <= steps, f"fault {number}: step", fault.step, f"the job ends after step {steps}")
+            fix = f"the job ends after step {steps}"
+            mistakes.require(fault.step <= steps, f"fault {number}: step", fault.step, fix)
         if fault.slot == "random":
             fault = replace(fault, slot=chance.randrange(workers))
         planned.append(Planned((fault,), waits=schedule.patient))
     if schedule.random is not None:
-        planned += _drawn(schedule.random, schedule.seed, workers, steps)
+        with mistakes.noting("random: "):
+            planned += _drawn(schedule.random, schedule.seed, workers, steps)
+    mistakes.tell()
     return tuple(planned)
 
 
 def _drawn(drawn: RandomFaults, seed: int, workers: int, steps: int) -> Iterable[Planned]:
+    mistakes = Mistakes()
     fix = f"a job of {workers} workers survives at most {workers - 1}; use that, or more --workers"
-    require(drawn.max_down < workers, "random: max_down", drawn.max_down, fix)
+    mistakes.require(drawn.max_down < workers, "max_down", drawn.max_down, fix)
     names = sorted(drawn.kinds)
     for name in names:
         needed = SCENARIOS[name][1]
-        require(workers >= needed, "random: kinds", name, f"needs at least {needed} workers; the job has {workers}")
+        mistakes.require(workers >= needed, "kinds", name, f"needs at least {needed} workers; the job has {workers}")
     chance = random.Random(f"{seed} drawn")
     in_steps = drawn.every_steps is not None
     every = float(drawn.every_steps if drawn.every_steps is not None else drawn.every_s or 0.0)
@@ -314,18 +358,21 @@ def _drawn(drawn: RandomFaults, seed: int, workers: int, steps: int) -> Iterable
     moment = every if quiet is None else float(quiet)
     fix = f"more than {MAX_DRAWN} faults would be drawn; use a longer interval, or an earlier end"
     is_bounded = (min(until, steps) if in_steps else until) - moment <= MAX_DRAWN * every
-    require(is_bounded, "random: every_steps" if in_steps else "random: every_s", every, fix)
+    mistakes.require(is_bounded, "every_steps" if in_steps else "every_s", every, fix)
+    mistakes.tell()
     planned = []
     while moment <= until and not (in_steps and round(moment) >= steps):
         when: When = {"step": round(moment)} if in_steps else {"after_s": round(moment, 3)}
         name = chance.choices(names, [drawn.kinds[name] for name in names])[0]
         slots = chance.sample(range(workers), workers)
         faults = SCENARIOS[name][0](chance, slots, when)
-        require_fits(name, faults, drawn.max_down)
+        with mistakes.noting():
+            require_fits(name, faults, drawn.max_down)
         planned.append(Planned(faults, name, waits=True))
         moment += every * (1 + drawn.jitter * (2 * chance.random() - 1))
     if not planned:
-        raise ScheduleError("random: no fault fits between the quiet beginning and the end; use a shorter interval")
+        mistakes.note("no fault fits between the quiet beginning and the end; use a shorter interval")
+    mistakes.tell()
     return planned
 
 
@@ -333,7 +380,8 @@ def require_fits(name: str, faults: Sequence[Fault], max_down: int) -> None:
     """Raises ScheduleError if a scenario takes more members away at once than `max_down`."""
     taken = num_taken(faults)
     fix = f"too low for {name}, which takes {taken} members away at once; raise it, or leave that kind out"
-    require(taken <= max_down, "random: max_down", max_down, fix)
+    if taken > max_down:
+        raise ScheduleError(f"max_down = {max_down!r}: {fix}")
 
 
 def num_taken(faults: Iterable[Fault]) -> int:

@@ -2,8 +2,8 @@
 
 The schedule kills a worker in the exchange and the one of slot 0 between exchange and commit, raises an exception,
 stops a worker for longer than any deadline and asks one to leave. Each fault waits for the workers lost before to be
-back, however long that takes, and strikes in a step of its own; only the length of the run is chosen by the pace of
-another one.
+back, however long that takes, and strikes in a step of its own. The run ends soon after the last one was survived; the
+pace of another run only says how many steps that takes at most, and about how long.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_train.chaos.faults import Fault
-from elastic_train.chaos.schedule import LONG_STOP_S
+from elastic_train.chaos.schedule import LONG_STOP_S, SURVIVED
 from elastic_train.chaos.throughput import Kept, calm_step_times, throughput_kept
 from elastic_train.data.ledger import Report
 from elastic_train.telemetry.barriers import BarrierReport
@@ -26,13 +26,14 @@ from elastic_train.telemetry.report import missed_fault, planned_fault
 Line = Mapping[str, Any]
 
 FIRST_STEP = 10
-"""Steps before the first fault."""
+"""Steps before the first fault, and after all are survived."""
 
 SPARE = 1.25
 """How much longer a worker may take to come back than those of the first group took to start."""
 
-SHARE_OF_GAP = 0.1
-"""What two faults are apart at least, as a share of the steps in which a worker comes back."""
+SHARE_OF_GAP, MAX_APART = 0.1, 20
+"""What two faults are apart at least, as a share of the steps in which a worker comes back, but no more than so many:
+what takes long is that a worker comes back, and steps in which nothing happens prove nothing."""
 
 NOT_COMPARABLE = (
     'not promised: with batch_policy = "per_worker" the batch, and with it the result, depends on how many members '
@@ -55,6 +56,12 @@ class Pace:
     def gap(self, keepalive_s: float) -> int:
         """Steps in which a worker that falls silent is found and its successor comes back, with some to spare."""
         return math.ceil(SPARE * (self.start_s + 2 * keepalive_s + 2.0) / self.step_s) + FIRST_STEP
+
+    def disturbed_s(self, keepalive_s: float) -> float:
+        """About how long the standard schedule takes, from the first step on: four workers come back, of which one
+        was silent before."""
+        num_steps = 2 * FIRST_STEP + 4 * MAX_APART
+        return 4 * (self.start_s + 1.0) + 2 * keepalive_s + num_steps * self.step_s
 
 
 def pace(events: Sequence[Line], commits: Sequence[Line]) -> Pace:
@@ -97,7 +104,7 @@ def standard_faults(workers: int, gap: int, keepalive_s: float = 0.0) -> tuple[F
 
 
 def _least_gap(gap: int) -> int:
-    return max(1, round(gap * SHARE_OF_GAP))
+    return max(1, min(MAX_APART, round(gap * SHARE_OF_GAP)))
 
 
 def steps_needed(gap: int) -> int:
@@ -107,7 +114,8 @@ def steps_needed(gap: int) -> int:
 
 def gap_within(steps: int) -> int:
     """The widest gap for which the standard schedule takes no more than so many steps; at least 1."""
-    return max(1, math.floor((steps - FIRST_STEP - 1) / (4 + SHARE_OF_GAP)))
+    narrow, wide = (steps - FIRST_STEP - 1) / (4 + SHARE_OF_GAP), (steps - FIRST_STEP - MAX_APART) / 4
+    return max(1, math.floor(narrow), math.floor(wide))
 
 
 def fits(workers: int, steps: int) -> bool:
@@ -122,7 +130,7 @@ class Verdict:
     Attributes:
       exact: digests are equal, ledger and barriers are proven, no step was lost with all members. None if digests need
         not be equal (`batch_policy = "per_worker"`) and all else is so.
-      survived: the disturbed run reached its end, and no slot was given up.
+      survived: the disturbed run came to its end, and no slot was given up.
       promised: equal bits are promised on this platform with these settings.
       back: every worker that was lost was a member again before the end.
       num_injected, missed: faults that struck; those that found no occasion.
@@ -182,6 +190,14 @@ class Disturbed:
     summary: Line
     proof: Report
     barriers: BarrierReport
+
+
+def has_ended(events: Sequence[Line], summary: Line) -> bool:
+    """Whether a disturbed run came to its end: to its last step, or, since all faults were survived, to a stop."""
+    stops = {event["reason"] for event in events if event["event"] == "stop_asked"}
+    return summary["status"] == "done" or (
+        summary["status"] == "stopped" and stops == {SURVIVED} and bool(summary["state_sha256"])
+    )
 
 
 def untold_faults(events: Sequence[Line]) -> tuple[list[Line], list[Line]]:
@@ -256,7 +272,7 @@ def judge(
         inexact.append(f"{summary['steps_lost']} steps were lost with all members, and taken again")
     if any(event["event"] == "digests_differ" for event in events):
         inexact.append("members ended with different states")
-    if summary["status"] != "done":
+    if not has_ended(events, summary):
         lost.append(f"the run ended as {summary['status']}: {summary['message']}")
     if given_up:
         lost.append(f"given up: slots {', '.join(map(str, given_up))}")

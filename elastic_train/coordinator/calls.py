@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
 from elastic_train.errors import ElasticTrainError, UsageError
-from elastic_train.telemetry.run_files import read_config, read_object, read_secret, require_run_directory
+from elastic_train.telemetry.json_files import CHANGED
+from elastic_train.telemetry.run_files import read_config, read_job, read_secret, require_run_directory
 
 CALL_LIMIT_S = 10.0
 """The coordinator's answer to a call that only gives an order."""
@@ -58,18 +60,36 @@ def save(run_dir: Path) -> tuple[int, str]:
     return reply.step, reply.path
 
 
+def open_channel(run_dir: Path, job: Mapping[str, Any], keepalive_s: float) -> grpc.Channel:
+    """A channel to the coordinator that `job`, the content of job.json, names.
+
+    Raises UsageError if one of the job's TLS files cannot be read, or if they make no sense.
+    """
+    told = job.get("tls", {})
+    try:
+        tls = security.Tls(**{field.name: told[field.name] for field in fields(security.Tls) if field.name in told})
+    except UsageError as error:
+        raise UsageError(f"{run_dir / 'job.json'}: {error}; {CHANGED}") from error
+    try:
+        return security.open_channel(job["address"], keepalive_s, tls)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read {error.filename}: {error.strerror}; the job uses TLS, and is only to be asked with its files"
+        ) from error
+
+
 def _call(run_dir: Path, limit_s: float, call: Callable[..., Reply]) -> Reply:
     """Raises UsageError if no job runs in `run_dir`, and ElasticTrainError if it does not answer in time."""
     require_run_directory(run_dir)
     try:
-        job = read_object(run_dir / "job.json")
+        job = read_job(run_dir)
         address = job.get("address")
         secret = read_secret(run_dir) if address else ""
-    except (OSError, ValueError, UsageError) as error:
+    except (OSError, UsageError) as error:
         raise UsageError(f"cannot read what leads to the job in {run_dir}: {error}") from error
     if not address:
         raise UsageError(f"the run in {run_dir} is one plain process; send it SIGTERM to stop it")
-    with security.open_channel(address, CALL_LIMIT_S, security.Tls(**job.get("tls", {}))) as channel:
+    with open_channel(run_dir, job, CALL_LIMIT_S) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         try:
             return call(stub, {"timeout": limit_s, "metadata": wire.secret_metadata(secret)})

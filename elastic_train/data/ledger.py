@@ -27,6 +27,8 @@ MAX_LOOKED_UP = 10_000_000
 MAX_PASSES = 1000
 """How many passes are looked up at most."""
 
+_MAX_NUMBER = 2**63 - 1
+
 _CHUNK = 1 << 18
 
 
@@ -220,13 +222,13 @@ def _parse(text: str) -> tuple[dict[str, Any] | None, tuple[str, object, object]
     """The object of a line, if it has the right form; else what is wrong."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         line = None
     if not isinstance(line, dict):
         return None, ("the line", "a JSON object", repr(text.rstrip("\n")[:80]))
     for name, least in (("step", 1), ("pass", 0), ("first_sample", 0), ("num_samples", 1), ("pass_size", 1)):
-        if type(line.get(name)) is not int or line[name] < least:
-            return None, (name, f"an integer from {least}", json.dumps(line.get(name)))
+        if type(line.get(name)) is not int or not least <= line[name] <= _MAX_NUMBER:
+            return None, (name, f"an integer from {least} to 2**63-1", json.dumps(line.get(name)))
     workers = line.get("workers")
     if not isinstance(workers, list) or not workers or not _ascend(workers):
         return None, ("workers", "ascending numbers of slots, at least one", json.dumps(workers))

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from elastic_train.data.ledger import Report, Witness, verify
-from elastic_train.telemetry.json_files import read_lines
+from elastic_train.telemetry.json_files import read_lines, unreadable
+from elastic_train.telemetry.kinds import Kind
 from elastic_train.telemetry.run_files import read_config, read_summary, require_run_directory
+
+_SUMMARY = {"step": int, "samples": int}
+_METRICS = {"step": int, "samples": int, "workers": [int]}
+_EVENTS = {"recovered": {"step": int}, "ledger_gap": {"first_step": int}}
 
 
 def verify_run(run_dir: Path) -> Report:
     """Verifies the ledger of a run that has ended, or still goes on.
 
     Raises:
-      UsageError: `run_dir` is no run directory, or another of its files cannot be read.
+      UsageError: `run_dir` is no run directory, one of its files cannot be read, or one besides the ledger holds what
+        no run writes. What is wrong in the ledger is in the report.
     """
     require_run_directory(run_dir)
     # Before the ledger: while the job runs, the ledger may know more than they do, never less.
-    summary = read_summary(run_dir)
-    events, metrics = (read_lines(run_dir / f"{name}.jsonl") for name in ("events", "metrics"))
+    summary = read_summary(run_dir, _SUMMARY)
+    events = read_lines(run_dir / "events.jsonl", _kind_of)
+    metrics = read_lines(run_dir / "metrics.jsonl", lambda line: _METRICS)
     seed = read_config(run_dir).get("seed")
     begins = [event["step"] for event in events if event["event"] == "recovered"]
     begins += [event["first_step"] for event in events if event["event"] == "ledger_gap"]
@@ -33,8 +41,17 @@ def verify_run(run_dir: Path) -> Report:
     )
 
 
+def _kind_of(event: Mapping[str, Any]) -> Kind:
+    """What is read of an event."""
+    return {"event": str, **_EVENTS.get(str(event.get("event")), {})}
+
+
 def _lines(path: Path) -> Iterator[str]:
     """With their line ends; none if there is no such file."""
-    if path.exists():
+    try:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             yield from lines
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unreadable(path, error) from error

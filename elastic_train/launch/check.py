@@ -13,13 +13,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from elastic_train.checkpoint.resume import Mode, Resume
-from elastic_train.config import Config, ConfigError, FaultConfig
+from elastic_train.config import ConfigError, FaultConfig
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.launch.bond import die_with_parent
 from elastic_train.terminal import say
@@ -131,14 +132,13 @@ def inspect_recipe(request: CheckRequest) -> Checked:
     """The check itself: runs the user's module, in this process.
 
     Raises:
-      UsageError: what is wrong, and what to do.
+      UsageError: all that is wrong, and what to do.
     """
     from elastic_train import jax_private
-    from elastic_train.checkpoint import places
     from elastic_train.checkpoint.planning import plan
-    from elastic_train.config_files import resolve, to_toml, to_values
+    from elastic_train.config_files import SettingsError, resolve, to_toml, to_values
     from elastic_train.launch.recipe import config_class_of, load_recipe
-    from elastic_train.telemetry.trackers import check_trackers
+    from elastic_train.packages import missing
 
     trainer = load_recipe(request.recipe)
     if jax_private.backends_initialized():
@@ -147,19 +147,19 @@ def inspect_recipe(request: CheckRequest) -> Checked:
             "devices. A worker must join its group before jax does that. Move such code from the top level "
             "of the module into the trainer's methods; use numpy for constants."
         )
+
+    def beyond(settings: Mapping[str, Any]) -> list[str]:
+        return [*missing(trainer, settings), *_too_many(settings, request.workers)]
+
     try:
         config_file = Path(request.config) if request.config is not None else None
         config = resolve(config_class_of(trainer), config_file, request.overrides, request.flags)
         toml = to_toml(config)
+    except SettingsError as error:
+        raise UsageError("\n".join([str(error), *beyond(error.right)])) from error
     except ConfigError as error:
         raise UsageError(str(error)) from error
-    checks = (
-        partial(check_trackers, config.tensorboard),
-        # On hosts that only join, too: any of them may be the one that saves.
-        partial(places.require_client, places.Path(config.checkpoint.path or "")),
-        partial(_check_workers, config, request.workers),
-    )
-    if wrong := [text for each in checks if (text := _refusal(each))]:
+    if wrong := beyond(vars(config)):
         raise UsageError("\n".join(wrong))
     resume = None
     if request.run_dir is not None:
@@ -182,22 +182,16 @@ def inspect_recipe(request: CheckRequest) -> Checked:
     )
 
 
-def _check_workers(config: Config, workers: int) -> None:
-    if config.batch_policy == "fixed" and workers > config.shards:
-        raise UsageError(
-            f"{workers} workers, but the batch is cut into shards = {config.shards}: some workers "
-            f"would have nothing to do. Use at most {config.shards} workers, or --set "
-            f"shards={workers} (which rounds differently: shards are part of the numbers)."
-        )
-
-
-def _refusal(check: Callable[[], None]) -> str:
-    """What a check says; empty if it lets pass."""
-    try:
-        check()
-    except UsageError as error:
-        return str(error)
-    return ""
+def _too_many(settings: Mapping[str, Any], workers: int) -> list[str]:
+    """What is said if some of the workers would have nothing to do. Nothing, if a setting is wrong that decides it."""
+    shards = settings.get("shards")
+    if settings.get("batch_policy") != "fixed" or shards is None or workers <= shards:
+        return []
+    return [
+        f"{workers} workers, but the batch is cut into shards = {shards}: some workers "
+        f"would have nothing to do. Use at most {shards} workers, or --set "
+        f"shards={workers} (which rounds differently: shards are part of the numbers)."
+    ]
 
 
 def main() -> int:

@@ -72,6 +72,7 @@ class JobSettings:
       deterministic: only kernels that give the same bits every time.
       chaos: where orders to inject faults come from; empty unless the job was started with `--chaos`.
       tls: this host's files for TLS, as `Tls.dump` gives them.
+      last_step: the job stops after this step, whatever the config says; 0 for none.
     """
 
     coordinator: str
@@ -86,6 +87,7 @@ class JobSettings:
     deterministic: bool
     tls: str
     chaos: str = ""
+    last_step: int = 0
 
 
 class JaxRuntime(NamedTuple):
@@ -150,6 +152,7 @@ class WorkerSettings:
                     "heartbeat_timeout_s": float(job["heartbeat_timeout_s"]),
                     "min_workers": int(job["min_workers"]),
                     "deterministic": job["deterministic"] == "True",
+                    "last_step": int(job["last_step"]),
                 }
             ),
             identity=Identity(int(get("slot")), int(get("incarnation")), int(get("node"))),

@@ -137,6 +137,7 @@ def job_settings(
         min_workers=options.min_workers,
         deterministic=checked.deterministic,
         tls=options.tls.dump(),
+        last_step=options.last_step,
     )
 
 

@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
 from elastic_train.launch.supervisor import JobEnd, Supervisor
 from elastic_train.launch.versions import versions
 from elastic_train.membership.group import Identity
+from elastic_train.telemetry.json_files import read_object
 from elastic_train.telemetry.progress import Display
 from elastic_train.telemetry.records import prepare_run_directory
-from elastic_train.telemetry.run_files import read_object, read_secret
+from elastic_train.telemetry.run_files import read_secret
 from elastic_train.terminal import say
 
 END_NEWS_LIMIT_S = 10.0
@@ -76,7 +77,8 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         if continues:
             secret = read_secret(run_dir)
         signals = stack.enter_context(Signals(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP))
-        display = Display(sys.stderr, workers, checked.steps, first_step=resume.step if resume else 0)
+        steps = options.last_step or checked.steps
+        display = Display(sys.stderr, workers, steps, first_step=resume.step if resume else 0)
         display.start()
         stack.callback(display.stop)
         if platform == "cuda" and (note := shards_note(checked.shards, workers)):
@@ -94,7 +96,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             trainer=checked.trainer,
             platform=platform if with_agent else "",
             config_toml=checked.config_toml,
-            steps=checked.steps,
+            steps=steps,
             log_every=checked.log_every,
             tensorboard=checked.tensorboard,
             faults=dataclasses.asdict(checked.faults),
@@ -123,9 +125,16 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
         agent, conductor = None, None
         if with_agent and job.end is None:
             settings = job_settings(job.address, secret, run_dir, options, platform, checked)
-            chaos = _UnderChaos(job)
+            chaos = _UnderChaos(job, display.note)
             if schedule is not None:  # before a worker looks for its orders
-                conductor = Conductor(planned, workers, schedule.max_down, run_dir / "chaos", chaos)
+                conductor = Conductor(
+                    planned,
+                    workers,
+                    schedule.max_down,
+                    run_dir / "chaos",
+                    chaos,
+                    stop_after_steps=schedule.stop_after_steps,
+                )
                 job.on_ending = conductor.finish
             chaos.agent = agent = start_agent(
                 stack,
@@ -151,8 +160,8 @@ class _UnderChaos:
 
     agent: Agent
 
-    def __init__(self, job: Supervisor) -> None:
-        self._job = job
+    def __init__(self, job: Supervisor, note: Callable[[str], None]) -> None:
+        self._job, self._note = job, note
 
     @property
     def members(self) -> tuple[Identity, ...]:
@@ -167,6 +176,12 @@ class _UnderChaos:
 
     def event(self, name: str, /, **fields: Any) -> None:
         self._job.event(name, **fields)
+
+    def note(self, text: str) -> None:
+        self._note(text)
+
+    def stop(self, reason: str) -> None:
+        self._job.stop(False, reason)
 
 
 def _check_before(

@@ -29,6 +29,7 @@ class JobOptions:
       address: where this host's workers listen for those of other hosts; "" finds it out.
       tls: this host's files.
       resume: whether a run in `run_dir` is gone on with.
+      last_step: the job stops after this step, whatever `steps` says, which the recipe may compute with; 0 for none.
     """
 
     recipe: str
@@ -45,6 +46,7 @@ class JobOptions:
     address: str = ""
     tls: Tls = PLAIN
     resume: Mode = "auto"
+    last_step: int = 0
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:

@@ -154,6 +154,7 @@ def _prepare(
         checkpoint_directory(job.run_dir, config.checkpoint),
         _trace(settings),
         times,
+        job.last_step,
     )
     if job.platform != "cpu":
         times.enter("nccl")

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_train.errors import UsageError
 from elastic_train.membership.execution import Enter, Exit
 from elastic_train.membership.semantics import find_violation
 from elastic_train.telemetry.blocks import DIRECTORY, Barrier, Blocks, Conclusion, Member, read_blocks
-from elastic_train.telemetry.json_files import read_lines
+from elastic_train.telemetry.json_files import CHANGED, read_lines
 from elastic_train.telemetry.run_files import require_run_directory
 
 MAX_SHOWN = 5
+
+_LEDGER = {"step": int, "workers": [int]}
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,15 @@ def verify_barriers(run_dir: Path) -> BarrierReport:
     """
     require_run_directory(run_dir)
     # Before the blocks: while the job runs they may know more than the ledger, never less.
-    workers = {line["step"]: line["workers"] for line in read_lines(run_dir / "ledger.jsonl")}
+    workers = {line["step"]: line["workers"] for line in read_lines(run_dir / "ledger.jsonl", lambda line: _LEDGER)}
     blocks = read_blocks(run_dir)
     barriers = {e.barrier for p in blocks.processes for e in p.events if isinstance(e, Enter)}
     problems = list(_unknown_members(blocks))
     if not problems:
-        violation = find_violation(blocks.processes)
+        try:
+            violation = find_violation(blocks.processes)
+        except ValueError as error:
+            raise UsageError(f"{run_dir / DIRECTORY}: no members can have written that: {error}; {CHANGED}") from error
         problems += [str(violation)] if violation is not None else []
     commits = _commits(blocks.conclusions)
     problems += _divergences(blocks.conclusions)

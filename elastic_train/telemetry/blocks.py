@@ -33,7 +33,8 @@ from elastic_train.errors import UsageError
 from elastic_train.membership.execution import Enter, Event, Exit, Fail, Process
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.semantics import without_fenced
-from elastic_train.telemetry.json_files import read_lines
+from elastic_train.telemetry.json_files import CHANGED, read_lines
+from elastic_train.telemetry.kinds import Kind
 from elastic_train.telemetry.records import is_written
 
 DIRECTORY = "blocks"
@@ -107,6 +108,34 @@ def _clock_name() -> str:
 
 
 # Reading ----------------------------------------------------------------------------------------------------
+
+_BARRIER = {"epoch": int, "number": int}
+_LINES = {
+    "process": {
+        "job": str,
+        "generation?": int,
+        "slot": int,
+        "incarnation": int,
+        "node": int,
+        "clock": str,
+        "unix_time": float,
+    },
+    "enter": {**_BARRIER, "nodes": [int]},
+    "exit": {**_BARRIER, "nodes": ([int], None)},
+    "concluded": {**_BARRIER, "verdict": str, "step": (int, None)},
+}
+_DEATHS = frozenset({"worker_died", "worker_exited"})
+_DEATH = {"time": float, "slot": int, "incarnation": int, "node": int}
+
+
+def _kind_of(line: Mapping[str, Any]) -> Kind:
+    """What is read of a member's line, as `kinds` has it."""
+    following = {"next_epoch": int, "next_nodes": [int]} if "next_epoch" in line else {}
+    return {"line": frozenset(_LINES), "time": float, **_LINES.get(str(line.get("line")), {}), **following}
+
+
+def _kind_of_event(event: Mapping[str, Any]) -> Kind:
+    return {"event": str, **(_DEATH if str(event.get("event")) in _DEATHS else {})}
 
 
 @dataclass(frozen=True)
@@ -183,14 +212,15 @@ def read_blocks(run_dir: Path) -> Blocks:
     # count that were there before any file is read for good.
     num_lines = {path: len(read_lines(path)) for path in paths} if running else {}
     for path in paths:
-        for number, line in enumerate(read_lines(path)):
-            if line.get("line") == "exit" and number >= num_lines.get(path, number + 1):
+        worker = _of_path(path)
+        for number, line in enumerate(read_lines(path, _kind_of)):
+            if line["line"] == "exit" and number >= num_lines.get(path, number + 1):
                 continue
-            if line.get("line") == "process":
+            if line["line"] == "process":
                 # Node ids begin anew in each generation, so each is a job of its own here.
                 starts.append(({**line, "job": f"{line['job']}/{line.get('generation', 0)}"}, []))
-            elif not starts or (starts[-1][0]["slot"], starts[-1][0]["incarnation"]) != _of_path(path):
-                raise UsageError(f"{path} does not begin with a line 'process'; the file was changed")
+            elif not starts or (starts[-1][0]["slot"], starts[-1][0]["incarnation"]) != worker:
+                raise UsageError(f"{path} does not begin with a line 'process' of its worker; {CHANGED}")
             else:
                 starts[-1][1].append(line)
     names = {
@@ -217,6 +247,8 @@ def read_blocks(run_dir: Path) -> Blocks:
 
 def _of_path(path: Path) -> tuple[int, int]:
     slot, _, incarnation = path.stem.partition("-")
+    if not (slot.isdecimal() and incarnation.isdecimal()):
+        raise UsageError(f"{path} is not named as a run does it, SLOT-INCARNATION.jsonl; rename it, or take it away")
     return int(slot), int(incarnation)
 
 
@@ -227,8 +259,8 @@ def _identity(line: Mapping[str, Any]) -> Identity:
 def _deaths(run_dir: Path) -> dict[Identity, list[float]]:
     """When each worker was declared dead, in seconds since the Unix epoch. JAX's service had been told before."""
     deaths: dict[Identity, list[float]] = defaultdict(list)
-    for event in read_lines(run_dir / "events.jsonl"):
-        if event["event"] in ("worker_died", "worker_exited"):
+    for event in read_lines(run_dir / "events.jsonl", _kind_of_event):
+        if event["event"] in _DEATHS:
             deaths[_identity(event)].append(event["time"])
     return deaths
 

@@ -15,6 +15,13 @@ from elastic_train.telemetry.leaves import read_array, read_leaves
 from elastic_train.telemetry.run_files import read_config, read_summary, require_run_directory
 
 ABSENT = "absent"
+
+SUMMARY = {"step": int, "params_sha256?": (str, None), "state_sha256?": (str, None)}
+"""What is read of a run's end, as `kinds` has it."""
+
+STEP = {"step": int}
+"""What each line of ledger.jsonl and metrics.jsonl must have. Whatever else is there is compared as it is."""
+
 MAX_SHOWN = 10
 """How many leaves are printed."""
 
@@ -101,10 +108,10 @@ def read_run(run_dir: Path) -> Run:
 
     return Run(
         name=str(run_dir),
-        summary=read_summary(run_dir),
+        summary=read_summary(run_dir, SUMMARY),
         config=read_config(run_dir),
-        ledger=read_lines(run_dir / "ledger.jsonl"),
-        metrics=read_lines(run_dir / "metrics.jsonl"),
+        ledger=read_lines(run_dir / "ledger.jsonl", lambda line: STEP),
+        metrics=read_lines(run_dir / "metrics.jsonl", lambda line: STEP),
         leaves=leaves,
         array=array,
     )
@@ -135,7 +142,7 @@ def _equal_digests(a: Run, b: Run, name: str) -> bool | None:
 def _is_same(one: object, other: object) -> bool:
     """Numbers are the same if their bits are: 0.0 and -0.0 are not."""
     if isinstance(one, int | float) and isinstance(other, int | float):
-        return one == other and math.copysign(1, one) == math.copysign(1, other)
+        return one == other and (one != 0 or math.copysign(1, one) == math.copysign(1, other))
     return one == other
 
 

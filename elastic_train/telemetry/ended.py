@@ -7,7 +7,6 @@ from pathlib import Path
 
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.json_files import write_atomically
-from elastic_train.telemetry.kinds import what_is_wrong
 from elastic_train.telemetry.records import is_written
 from elastic_train.telemetry.report import SUMMARY, format_summary
 from elastic_train.telemetry.run_files import read_summary, require_run_directory
@@ -28,7 +27,7 @@ def report(run_dir: Path) -> str:
       UsageError: there is no run, it has not ended, or its summary was changed.
     """
     require_run_directory(run_dir)
-    if not (summary := read_summary(run_dir)):
+    if not (summary := read_summary(run_dir, SUMMARY)):
         if is_written(run_dir):
             raise UsageError(
                 f"the run in {run_dir} has not ended, so there is no summary; `elastic-train status {run_dir}` shows "
@@ -37,8 +36,6 @@ def report(run_dir: Path) -> str:
         raise UsageError(
             f"the run in {run_dir} was broken off, so there is no summary; the command that started it goes on with it"
         )
-    if wrong := what_is_wrong(summary, SUMMARY):
-        raise UsageError(f"{run_dir / 'summary.json'} is not what a run writes: {wrong}; the file was changed")
     text = format_summary(summary, run_dir)
     # Of which the summary says that it is above.
     return f"{summary['traceback'].rstrip()}\n\n{text}" if summary["traceback"] else text

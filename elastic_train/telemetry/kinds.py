@@ -22,6 +22,9 @@ from typing import Any
 
 Kind = Any
 
+OBJECT: Kind = {}
+"""Any object."""
+
 _MAX_SHOWN = 60
 
 

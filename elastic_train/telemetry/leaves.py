@@ -6,7 +6,6 @@ too large the parameters themselves are in `final_params.npz`, under their key p
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zipfile
@@ -20,11 +19,15 @@ import numpy as np
 
 from elastic_train.digests import sha256_of_leaf
 from elastic_train.errors import UsageError
-from elastic_train.telemetry.json_files import dump, write_atomically
+from elastic_train.telemetry.json_files import CHANGED, dump, read_object, unreadable, write_atomically
 
 DESCRIPTION = "leaves.json"
 ARRAYS = "final_params.npz"
+_LEAF = {"dtype": str, "shape": [int], "sha256": str, "norm": (float, None), "max_abs": (float, None)}
 MAX_BYTES = 256 << 20
+
+# What zipfile and NumPy raise of bytes that are no archive, or hold no array of such a dtype.
+_NO_ARRAY = (ValueError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 _CHUNK = 1 << 20
 
 
@@ -61,31 +64,45 @@ def write_leaves(run_dir: Path, step: int, named: Iterable[tuple[str, np.ndarray
 
 
 def read_leaves(run_dir: Path) -> dict[str, Any] | None:
-    """The content of leaves.json; None if there is none. Raises UsageError if it is no JSON."""
+    """The content of leaves.json; None if there is none. Raises UsageError if it is not what a run writes."""
     path = run_dir / DESCRIPTION
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = read_object(path, {"step": int, "leaves": {str: _LEAF}})
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise UsageError(f"{path}: not JSON: {error}; the file was changed") from error
+    for name, leaf in found["leaves"].items():
+        if not _is_dtype(leaf["dtype"]):
+            wrong = f"leaves.{name}.dtype = {leaf['dtype']!r}: expected the name of a dtype"
+            raise UsageError(f"{path} is not what a run writes: {wrong}; {CHANGED}")
+    return found
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        return np.dtype(name).name == name
+    except (TypeError, ValueError, SyntaxError):  # the last one of texts that look like the dtype of a record
+        return False
 
 
 def read_array(run_dir: Path, path: str, description: dict[str, Any]) -> np.ndarray | None:
     """One leaf, if its bits are there; None if they are not, or are not those of the description.
 
     Arrays of another run's end may lie there: the two files are not replaced in one moment.
+
+    Raises UsageError if they cannot be read.
     """
+    dtype = np.dtype(description["dtype"])
     try:
         with zipfile.ZipFile(run_dir / ARRAYS) as archive, archive.open(f"{path}.npy") as file:
             stored = np.lib.format.read_array(file, allow_pickle=False)
+        # NumPy stores dtypes that it does not know itself as plain bytes.
+        array = stored if stored.dtype == dtype else stored.view(dtype)
     except (FileNotFoundError, KeyError):
         return None
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UsageError(f"{run_dir / ARRAYS}: {path} cannot be read: {error}; the file was changed") from error
-    # NumPy stores dtypes that it does not know itself as plain bytes.
-    dtype = np.dtype(description["dtype"])
-    array = stored if stored.dtype == dtype else stored.view(dtype)
+    except OSError as error:
+        raise unreadable(run_dir / ARRAYS, error) from error
+    except _NO_ARRAY as error:
+        raise UsageError(f"cannot read {path} in {run_dir / ARRAYS}: {error}; {CHANGED}") from error
     return array if sha256_of_leaf(path, array) == description["sha256"] else None
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.continuing import Past, cut_back, go_on
 from elastic_train.telemetry.costs import Costs
-from elastic_train.telemetry.json_files import dump, read_lines, write_atomically
+from elastic_train.telemetry.json_files import dump, read_lines, unreadable, write_atomically
 from elastic_train.telemetry.step_lines import StepLines
 from elastic_train.telemetry.summary import summarize
 from elastic_train.telemetry.trackers import Tracker
@@ -39,11 +39,12 @@ MAX_HELD = 1024
 
 def is_run_directory(path: Path) -> bool:
     """Whether `path` holds a run: finished, running or broken off."""
-    return (path / "job.json").is_file() or _has_content(path / "ledger.jsonl")
+    # Unlike those of `Path`, these raise nothing of a name that is too long, or a place that may not be looked at.
+    return os.path.isfile(path / "job.json") or _has_content(path / "ledger.jsonl")
 
 
 def is_written(path: Path) -> bool:
-    """Whether a process on this host is writing the run directory `path`."""
+    """Whether a process on this host is writing the run directory `path`. Raises UsageError if nobody may look."""
     try:
         with (path / "events.jsonl").open("rb") as events:
             fcntl.flock(events, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,6 +52,8 @@ def is_written(path: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise unreadable(path / "events.jsonl", error) from error
     return False
 
 
@@ -376,9 +379,9 @@ class RunDirectory:
 
 
 def _has_content(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
+    return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
 def _unusable(path: Path, error: OSError) -> UsageError:
-    reason = "it is a file" if path.is_file() else error.strerror or str(error)
+    reason = "it is a file" if os.path.isfile(path) else error.strerror or str(error)
     return UsageError(f"cannot write the run directory {path}: {reason}; give a --run-dir that can be written")

@@ -11,7 +11,7 @@ from elastic_train.errors import UsageError
 from elastic_train.telemetry.json_files import read_lines
 from elastic_train.telemetry.kinds import Kind
 from elastic_train.telemetry.records import is_written
-from elastic_train.telemetry.run_files import read_object, read_secret, require_run_directory
+from elastic_train.telemetry.run_files import read_job, read_secret, read_summary, require_run_directory
 
 DEADLINE_S = 3.0
 """How long the coordinator may take to answer."""
@@ -30,7 +30,7 @@ def live_status(run_dir: Path) -> dict[str, Any]:
     last known, with all workers dead. If it is there but does not answer in time, their last known states.
 
     Raises:
-      UsageError: `run_dir` is no run directory, or belongs to another user.
+      UsageError: `run_dir` is no run directory, belongs to another user, or a file in it was changed.
     """
     require_run_directory(run_dir)
     job = _read_job(run_dir)
@@ -44,9 +44,9 @@ def live_status(run_dir: Path) -> dict[str, Any]:
         ) from error
     import grpc  # takes a fifth of a second; a job that has ended does not need it
 
-    from elastic_train.coordinator import control_pb2, control_pb2_grpc, security, wire
+    from elastic_train.coordinator import calls, control_pb2, control_pb2_grpc, wire
 
-    with security.open_channel(job["address"], DEADLINE_S, security.Tls(**job.get("tls", {}))) as channel:
+    with calls.open_channel(run_dir, job, DEADLINE_S) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         metadata = wire.secret_metadata(secret)
         try:
@@ -85,13 +85,7 @@ def _completed(status: dict[str, Any], word: str, job: Mapping[str, Any]) -> dic
 
 
 def _end(run_dir: Path) -> str:
-    path = run_dir / "summary.json"
-    if not path.exists():
-        return "broken_off"
-    try:
-        return str(read_object(path)["status"])
-    except (OSError, KeyError) as error:
-        raise UsageError(f"cannot read {path}: {error!r}; the file was changed") from error
+    return read_summary(run_dir, {"status": str}).get("status", "broken_off")
 
 
 def replay(events: Iterable[Mapping[str, Any]], ledger: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -192,10 +186,7 @@ def _kind_of(event: Mapping[str, Any]) -> Kind:
 
 
 def _read_job(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "job.json"
-    if not path.exists():
-        return {}
     try:
-        return read_object(path)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error}; the file was changed") from error
+        return read_job(run_dir)
+    except FileNotFoundError:  # it holds a run all the same, if it has a ledger
+        return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -199,12 +200,12 @@ def test_a_job_that_still_runs(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     run.write("events", {"time": 0.0, "event": "job_started"})
     reads = 0
 
-    def read_lines(path: Path) -> list[dict]:
+    def read_lines(path: Path, *kind_of: Any) -> list[dict]:
         nonlocal reads
         reads += path.parent.name == "blocks"
         if path.name == "1-0.jsonl" and reads > 3:  # the first file has been read for the last time
             run.barrier(WITHOUT_C, 1, 2)
-        return original(path)
+        return original(path, *kind_of)
 
     original = blocks_module.read_lines
     monkeypatch.setattr(blocks_module, "read_lines", read_lines)

@@ -54,6 +54,7 @@ RANDOM = "[random]\nevery_steps = 50\nkinds = { kill = 1 }\n"
         (RANDOM + "max_down = 0", "max_down = 0: use a number of slots"),
         ("patient = 1\n" + KILL, "patient = 1: use true or false"),
         ("patient = true\n" + RANDOM, "patient = True: leave it out"),
+        ("stop_after_steps = 0.5\n" + KILL, "stop_after_steps = 0.5: use a number of steps"),
         (RANDOM + "max_dow = 1", "Did you mean 'max_down'?"),
     ],
 )
@@ -61,6 +62,105 @@ def test_wrong_files(text: str, message: str) -> None:
     with pytest.raises(ScheduleError) as raised:
         parse_schedule(text)
     assert message in str(raised.value)
+
+
+def told(text: str, workers: int = 2, steps: int = 100) -> list[str]:
+    with pytest.raises(ScheduleError) as raised:
+        resolve(parse_schedule(text), workers, steps)
+    assert str(raised.value) == "\n".join(raised.value.texts)
+    return [text.partition("; ")[0] for text in raised.value.texts]
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    text = """
+seeds = 1
+seed = -1
+patient = 3
+[[fault]]
+kind = "kil"
+step = -1
+slot = "frist"
+repeat = "twice"
+[[fault]]
+kind = "slow"
+step = 1
+after_s = -1.0
+wher = "data"
+factor = 0
+num_steps = 1.5
+[[fault]]
+kind = "kill"
+step = 3
+[[fault]]
+slot = -1
+after_s = 2.0
+[random]
+every_s = -5
+quiet_s = "x"
+kinds = { kil = 1, kill = 0 }
+jitter = 2
+max_down = 0
+other = 1
+"""
+    beginnings = [
+        "the file: unknown 'seeds'. Did you mean 'seed'?",
+        "seed = -1: ",
+        "patient = 3: ",
+        "fault 1: kind: unknown 'kil'. Did you mean 'kill'?",
+        "fault 1: step = -1: ",
+        "fault 1: slot, where it is no number: unknown 'frist'. Did you mean 'first'?",
+        "fault 1: repeat = 'twice': ",
+        "fault 2: unknown 'wher'. Did you mean 'where'?",
+        "fault 2: step = 1: give either step or after_s",
+        "fault 2: after_s = -1.0: ",
+        "fault 2: factor = 0: ",
+        "fault 2: num_steps = 1.5: ",
+        "fault 4: kind is missing",
+        "fault 4: slot = -1: ",
+        "random: unknown 'other'.",
+        "random: kinds: unknown 'kil'. Did you mean 'kill'?",
+        "random: kinds.kill = 0: ",
+        "random: every_s = -5: ",
+        "random: quiet_s = 'x': ",
+        "random: until_s = None: ",
+        "random: jitter = 2: ",
+        "random: max_down = 0: ",
+    ]
+    found = told(text)
+    assert len(found) == len(beginnings)
+    assert all(text.startswith(beginning) for text, beginning in zip(found, beginnings, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "mistakes"),
+    [
+        ("faults = 1", ["the file: unknown 'faults'. Did you mean 'fault'? Known are: "]),
+        ('[[fault]]\nkind = "kil"\nstep = 1\nwhere = "nowhere"\nduration_s = 1', ["fault 1: kind: unknown 'kil'."]),
+        ('[[fault]]\nkind = "kill"\nstep = 1\nwhere = "x"\nslot = "joiner"', ["fault 1: where = 'x': a kill can be"]),
+        ("[random]\nkinds = { kill = 1 }\nuntil_step = 5\nquiet_s = 1", ["random: every_steps = None: give either"]),
+    ],
+)
+def test_nothing_is_said_of_what_follows_from_another_mistake(text: str, mistakes: list[str]) -> None:
+    found = told(text)
+    assert len(found) == len(mistakes)
+    assert all(text.startswith(beginning) for text, beginning in zip(found, mistakes, strict=True))
+
+
+def test_all_that_does_not_fit_the_job_is_told_at_once() -> None:
+    drawn = "[random]\nevery_steps = 5\nmax_down = 2\nkinds = { kill_two = 1, kill_donor = 1 }\n"
+    assert told(KILL.replace("slot = 1", "slot = 2").replace("20", "101") + drawn) == [
+        "fault 1: slot = 2: the job has slots 0 to 1",
+        "fault 1: step = 101: the job ends after step 100",
+        "random: max_down = 2: a job of 2 workers survives at most 1",
+        "random: kinds = 'kill_donor': needs at least 3 workers",
+        "random: kinds = 'kill_two': needs at least 3 workers",
+    ]
+    drawn = drawn.replace("max_down = 2", "max_down = 1")
+    each = "random: max_down = 1: too low for {}, which takes 2 members away at once"
+    assert sorted(told(drawn.replace("kill_donor", "kill_all_but_one"), workers=3)) == [
+        each.format("kill_all_but_one"),
+        each.format("kill_two"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +215,12 @@ def test_the_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "chaos.toml").write_text("seed = 1")
     with pytest.raises(ScheduleError, match=r"--chaos .*chaos.toml: there is no fault in it"):
         read_schedule(tmp_path / "chaos.toml")
+    (tmp_path / "chaos.toml").write_text("seed = -1\npatient = 3\n")
+    with pytest.raises(ScheduleError) as raised:
+        read_schedule(tmp_path / "chaos.toml")
+    head, *mistakes = str(raised.value).splitlines()
+    assert head == f"--chaos {tmp_path / 'chaos.toml'}:"
+    assert [text.partition(":")[0] for text in mistakes] == ["  seed = -1", "  patient = 3"]
 
 
 def test_random_slots_are_drawn_from_the_seed() -> None:

@@ -7,8 +7,10 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
@@ -30,6 +32,7 @@ class Small(Trainer):
 
 class FakeTrainer(abc.ABC):
     config: Config
+    requires: ClassVar[Mapping[str, str]] = {}
 
     @abc.abstractmethod
     def loss(self) -> None: ...
@@ -98,6 +101,66 @@ def test_a_host_that_only_joins_needs_the_client_of_the_object_store_too(
     protocols: list[str] = []
     monkeypatch.setattr("fsspec.get_filesystem_class", protocols.append)  # as if it were there
     assert inspect_recipe(request).steps == 100 and protocols == ["gs"]
+
+
+NEEDY = """
+from dataclasses import dataclass
+from elastic_train.config import Config
+from elastic_train.trainer import Trainer
+
+@dataclass(frozen=True, kw_only=True)
+class NeedyConfig(Config):
+    width: int = 4
+    data: str
+
+class Needy(Trainer):
+    config: NeedyConfig
+    requires = {"no_such_module": "pip install such", "sklearn": "pip install it", "json": "", "a.b": "no way"}
+    def loss(self): ...
+"""
+
+
+def refusal(path: Path, workers: int, *overrides: str) -> list[str]:
+    with pytest.raises(UsageError) as refused:
+        inspect_recipe(CheckRequest(recipe=str(path), workers=workers, overrides=overrides))
+    return str(refused.value).splitlines()
+
+
+def test_missing_packages_are_told_with_all_else_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gcsfs", "sklearn", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, name, None)
+    path = tmp_path / "needy.py"
+    path.write_text(NEEDY)
+    lacking = "no_such_module (pip install such), sklearn (pip install it), a.b (no way)"
+    needs = f"Needy needs what is not installed: {lacking}"
+    asked = ("tensorboard=true", "checkpoint.path=gs://nowhere/run")
+    assert refusal(path, 1, "data=x") == [needs]
+    wrong, first, second, third, fourth = refusal(path, 9, *asked, "width=wide", "data=x")
+    assert wrong.startswith("width = 'wide' (--set): expected")
+    assert first == needs and second.startswith("tensorboard = true, but the package tensorboardX is not installed")
+    assert third.startswith("gs://nowhere/run needs a package") and fourth.startswith("9 workers, but the batch is cut")
+    assert len(refusal(path, 9, *asked)) == 5  # without the one that has no default
+    assert len(refusal(path, 9, *asked, "data=x")) == 4
+
+
+def test_nothing_is_said_of_what_depends_on_a_setting_that_is_wrong(tmp_path: Path, recipe: str) -> None:
+    for shards in ("shards=x", "shards=0"):
+        (text,) = refusal(Path(recipe), 9, shards)
+        assert text.startswith("shards = ")
+    asked, workers = refusal(Path(recipe), 9, "tensorboard=perhaps")
+    assert asked.startswith("tensorboard = 'perhaps'") and workers.startswith("9 workers")
+    file = tmp_path / "no.toml"
+    request = CheckRequest(recipe=recipe, workers=9, config=str(file))
+    with pytest.raises(UsageError) as refused:
+        inspect_recipe(request)
+    assert str(refused.value) == f"config file {file} does not exist; check the path given to --config"
+
+
+def test_what_a_recipe_requires_is_a_dict(tmp_path: Path) -> None:
+    path = tmp_path / "needy.py"
+    path.write_text(NEEDY.replace('requires = {"no_such_module"', 'requires = {"x": None, "no_such_module"'))
+    (text,) = refusal(path, 1, "data=x")
+    assert text.startswith("Needy.requires = {") and "expected a dict from the names of modules" in text
 
 
 def fake_process(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

@@ -13,7 +13,7 @@ from elastic_train.chaos.conductor import Conductor
 from elastic_train.chaos.faults import Fault
 from elastic_train.chaos.inject import Injector
 from elastic_train.chaos.orders import Order, Orders, Strike
-from elastic_train.chaos.schedule import Planned, parse_schedule, resolve
+from elastic_train.chaos.schedule import SURVIVED, Planned, parse_schedule, resolve
 from elastic_train.chaos.turns import is_spaced, may_begin
 from elastic_train.membership.group import Identity
 
@@ -28,6 +28,8 @@ class ToldJob:
         self.step = 0
         self.signals: list[tuple[Identity, signal.Signals]] = []
         self.events: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.stops: list[tuple[int, str]] = []
         self.now = 1000.0
 
     def signal(self, identity: Identity, number: signal.Signals) -> bool:
@@ -39,6 +41,12 @@ class ToldJob:
     def event(self, name: str, /, **fields: Any) -> None:
         self.events.append({"event": name, **fields})
 
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stop(self, reason: str) -> None:
+        self.stops.append((self.step, reason))
+
 
 @pytest.fixture
 def job() -> ToldJob:
@@ -48,7 +56,8 @@ def job() -> ToldJob:
 def conductor(job: ToldJob, path: Path, text: str, steps: int = 1000) -> Conductor:
     schedule = parse_schedule(text)
     planned = resolve(schedule, 4, steps)
-    return Conductor(planned, 4, schedule.max_down, path / "chaos", job, lambda: job.now)
+    stop_after_steps = schedule.stop_after_steps
+    return Conductor(planned, 4, schedule.max_down, path / "chaos", job, lambda: job.now, stop_after_steps)
 
 
 def orders(path: Path) -> list[Fault]:
@@ -62,6 +71,59 @@ def strike(path: Path, number: int, identity: Identity, step: int, time: float =
 def test_exact_places_are_told_before_the_start(job: ToldJob, tmp_path: Path) -> None:
     conductor(job, tmp_path, '[[fault]]\nkind = "kill"\nstep = 20\nslot = 1\nwhere = "exchange"')
     assert orders(tmp_path) == [Fault(kind="kill", step=20, slot=1, where="exchange")]
+
+
+def test_the_job_stops_some_steps_after_all_faults_were_survived(job: ToldJob, tmp_path: Path) -> None:
+    text = """
+        patient = true
+        stop_after_steps = 5
+        [[fault]]
+        kind = "kill"
+        step = 10
+        slot = 1
+        [[fault]]
+        kind = "raise"
+        step = 20
+        slot = 0
+        where = "hook"
+    """
+    playing = conductor(job, tmp_path, text)
+    job.step = 10
+    playing.tick()
+    assert job.signals == [(WORKERS[1], signal.SIGKILL)]
+    assert job.notes == ["fault 1 of 2 has struck (kill, anywhere, slot 1, after step 10)"]
+    job.members = tuple(worker for worker in WORKERS if worker.slot != 1)
+    for job.step in (15, 25):
+        playing.tick()
+    job.members = (*job.members, Identity(1, 1, 9))
+    job.step = 30
+    playing.tick()
+    assert [order.kind for order in orders(tmp_path)] == ["raise"]
+    playing.tick()
+    assert not job.stops  # it is given out, but has not struck
+    strike(tmp_path, 1, WORKERS[0], 30)
+    playing.tick()
+    assert job.notes[1:] == ["fault 2 of 2 has struck (raise, hook, slot 0, after step 30)"]  # no step yet since
+    job.step = 31
+    playing.tick()
+    assert job.notes[2:] == [f"{SURVIVED}: the job stops after 5 more steps"]
+    for job.step in (32, 35):
+        playing.tick()
+    assert not job.stops
+    job.members = job.members[:3]  # somebody is lost besides
+    playing.tick()
+    job.members = (*job.members, Identity(1, 2, 10))
+    for job.step in (40, 44, 45, 46, 60):
+        playing.tick()
+    assert job.stops == [(45, SURVIVED)]
+
+
+def test_a_job_that_is_not_asked_to_stops_neither_nor_tells_how_far_it_is(job: ToldJob, tmp_path: Path) -> None:
+    playing = conductor(job, tmp_path, '[[fault]]\nkind = "kill"\nstep = 10\nslot = 1')
+    for job.step in range(5, 100, 5):
+        playing.tick()
+        job.members = tuple(WORKERS) if job.step != 15 else tuple(WORKERS[2:])
+    assert job.signals and not job.stops and not job.notes
 
 
 def test_a_run_that_goes_on_keeps_what_was_on_record(job: ToldJob, tmp_path: Path) -> None:

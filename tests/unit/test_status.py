@@ -19,6 +19,7 @@ from elastic_train import cli
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.errors import UsageError
 from elastic_train.telemetry import status
+from elastic_train.telemetry.json_files import CHANGED
 from elastic_train.telemetry.records import RunDirectory
 from elastic_train.telemetry.run_files import read_summary
 from elastic_train.telemetry.status import format_status, live_status, replay, status_from_files
@@ -161,6 +162,50 @@ def test_a_damaged_job_file(tmp_path, content):
         live_status(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("job", "wrong"),
+    [
+        ({}, "lacks 'address'"),
+        ({"address": 5}, "address = 5: expected text or null"),
+        ({"address": "here"}, 'address = "here": expected HOST:PORT or null'),
+        ({"address": "here:70000"}, 'address = "here:70000": expected HOST:PORT or null'),
+        ({"address": "\ud800:1"}, 'address = "\\ud800:1": expected HOST:PORT or null'),
+        ({"address": "127.0.0.1:1", "steps": "9"}, 'steps = "9": expected a whole number or null'),
+        ({"address": "127.0.0.1:1", "tls": []}, "tls = []: expected an object"),
+        ({"address": "127.0.0.1:1", "tls": {"cert": 3}}, "tls.cert = 3: expected text"),
+    ],
+)
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["drain", "--worker", "0"]])
+def test_a_job_file_that_no_run_writes(tmp_path, capsys, command, job, wrong):
+    fill(tmp_path, None)
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert cli.main([*command, str(tmp_path)]) == 2
+    assert f"{tmp_path / 'job.json'} is not what a run writes: {wrong}; {CHANGED}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["status"], ["stop"]])
+def test_tls_that_cannot_be_used(tmp_path, capsys, command):
+    fill(tmp_path, None)
+    job = {"address": "127.0.0.1:1", "tls": {"cert": str(tmp_path / "cert.pem"), "key": "", "ca": ""}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert cli.main([*command, str(tmp_path)]) == 2
+    assert f"{tmp_path / 'job.json'}: --tls-cert and --tls-key belong together" in capsys.readouterr().err
+    job["tls"]["key"] = "key.pem"
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert cli.main([*command, str(tmp_path)]) == 2
+    message = f"cannot read {tmp_path / 'cert.pem'}: No such file or directory; the job uses TLS"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\x00\xff\x80", "é".encode(), b"a\nb"])
+def test_a_damaged_secret(tmp_path, capsys, content):
+    fill(tmp_path, "127.0.0.1:1")
+    (tmp_path / "secret").write_bytes(content)
+    for command in ("status", "stop"):
+        assert cli.main([command, str(tmp_path)]) == 2
+        assert f"{tmp_path / 'secret'} holds no secret; {CHANGED}\n" in capsys.readouterr().err
+
+
 def test_a_damaged_summary(tmp_path):
     fill(tmp_path, "127.0.0.1:1")
     (tmp_path / "summary.json").write_text("[]")
@@ -192,7 +237,7 @@ def test_a_line_that_no_run_writes(tmp_path, capsys, file, line, wrong):
     with path.open("a") as lines:
         lines.write(line + "\n")
     assert cli.main(["status", str(tmp_path)]) == 2
-    message = f"elastic-train: {path}, line {number}, is not what a run writes: {wrong}; the file was changed\n"
+    message = f"elastic-train: {path}, line {number}, is not what a run writes: {wrong}; {CHANGED}\n"
     assert capsys.readouterr().err == message
 
 

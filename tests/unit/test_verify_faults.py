@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train import cli
-from elastic_train.chaos.schedule import LONG_STOP_S
+from elastic_train.chaos.schedule import LONG_STOP_S, SURVIVED, read_schedule
 from elastic_train.chaos.standard import (
     Disturbed,
     Pace,
@@ -19,6 +19,7 @@ from elastic_train.chaos.standard import (
     fits,
     format_verdict,
     gap_within,
+    has_ended,
     judge,
     pace,
     standard_faults,
@@ -31,6 +32,7 @@ from elastic_train.launch.options import JobOptions
 from elastic_train.launch.verify import Verified
 from elastic_train.telemetry.barriers import BarrierReport
 from elastic_train.telemetry.compare import Comparison
+from elastic_train.telemetry.records import RunDirectory
 
 
 @given(st.integers(2, 9), st.integers(1, 5000))
@@ -58,6 +60,12 @@ def test_steps_that_fit_have_room_for_every_fault(workers: int, steps: int, gap:
     assert fits(workers, steps) == (steps >= 15)
 
 
+def test_faults_are_near_each_other_however_long_a_worker_takes_to_come_back() -> None:
+    """They wait for it anyway, and the run ends soon after the last one was survived."""
+    for gap in (300, 10_000):
+        assert [fault.step for fault in standard_faults(3, gap)] == [10, 30, 50, 70, 90]
+
+
 def test_pace_of_a_run() -> None:
     events = [
         {"event": "worker_starting", "time": 10.0, "slot": 0},
@@ -68,6 +76,7 @@ def test_pace_of_a_run() -> None:
     commits = [{"step_time_s": took} for took in (9.0, 0.1, 0.2, 0.1)]
     assert pace(events, commits) == Pace(0.1, 8.0)
     assert Pace(0.1, 8.0).gap(keepalive_s=5.0) == 260
+    assert Pace(0.1, 8.0).disturbed_s(keepalive_s=5.0) == 4 * 9 + 10 + 100 * 0.1
     with pytest.raises(ValueError, match="no step after the first"):
         pace(events, commits[:1])
 
@@ -147,6 +156,29 @@ def test_what_fails(about: dict[str, Any], exact: bool, reason: str) -> None:
     assert not found.passed and found.exact is exact
     assert any(reason in each for each in found.reasons)
     assert reason in format_verdict(found, "different: a and b")
+
+
+STOPPED = {"event": "stop_asked", "reason": SURVIVED}
+
+
+@pytest.mark.parametrize(
+    ("events", "summary", "expected"),
+    [
+        ((), {"status": "done"}, True),
+        ((STOPPED,), {"status": "stopped", "state_sha256": "a"}, True),
+        ((STOPPED,), {"status": "stopped", "state_sha256": None}, False),  # at once, not after a commit
+        ((), {"status": "stopped", "state_sha256": "a"}, False),
+        (({**STOPPED, "reason": "SIGINT"},), {"status": "stopped", "state_sha256": "a"}, False),
+        (({**STOPPED, "reason": "SIGINT"}, STOPPED), {"status": "stopped", "state_sha256": "a"}, False),
+        ((STOPPED,), {"status": "failed", "state_sha256": None}, False),
+    ],
+)
+def test_a_stop_since_all_was_survived_is_the_end_of_a_run(
+    events: tuple[dict[str, Any], ...], summary: dict[str, Any], expected: bool
+) -> None:
+    assert has_ended(events, summary) is expected
+    found = verdict(events=events, **summary)
+    assert found.survived is expected and found.passed is expected
 
 
 def test_a_fault_without_an_occasion_was_not_tried() -> None:
@@ -238,3 +270,86 @@ def test_runs_are_repeated_and_longer_until_every_fault_was_tried(
     (tmp_path / "runs").mkdir()
     assert verify_module.verify_faults(options, {"JAX_PLATFORMS": "cpu"}).exit_code == 1
     assert steps_tried == expected
+
+
+class Jobs:
+    """In place of `run_job`: notes what is run, and leaves what is read of it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, stopped_at: int, exit_code: int, reason: str = SURVIVED) -> None:
+        self.stopped_at, self.exit_code, self.reason = stopped_at, exit_code, reason
+        self.ran: list[tuple[str, int | None, int, int | None]] = []
+        checked = SimpleNamespace(batch_policy="fixed", faults=FaultConfig(), deterministic=False)
+        patch.setattr(verify_module, "check", lambda *_: checked)
+        patch.setattr(verify_module, "_pace", lambda _: Pace(0.01, 5.0))
+        patch.setattr(verify_module, "run_job", self)
+        patch.setattr(verify_module, "_verdict", lambda *_: Verified(verdict(), "", 0))
+
+    def __call__(self, options: JobOptions, environ: Any) -> int:
+        schedule = read_schedule(options.chaos) if options.chaos is not None else None
+        stops = None if schedule is None else schedule.stop_after_steps
+        self.ran.append((options.run_dir.name, options.steps, options.last_step, stops))
+        is_disturbed = schedule is not None
+        step = (self.stopped_at if is_disturbed else options.last_step) or options.steps
+        is_short = step != options.steps
+        ended = {"status": "stopped" if is_short else "done", "exit_code": 0, "step": step, "state_sha256": "a"}
+        with RunDirectory(options.run_dir) as run:
+            if schedule is not None:
+                run.event("stop_asked", reason=self.reason)
+            run.summary(ended)
+        (options.run_dir / "ledger.jsonl").write_text(f'{{"step": {step}, "workers": [0]}}\n')
+        return (self.exit_code if is_disturbed else 130) if is_short else 0
+
+
+def verified(path: Path, *options: str) -> tuple[int, Path]:
+    runs = path / "runs"
+    argv = ["verify-faults", "r.py", "--workers", "2", "--run-dir", str(runs), *options]
+    return cli.main(argv), runs
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def test_the_run_without_faults_ends_where_the_one_with_faults_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = Jobs(monkeypatch, stopped_at=321, exit_code=130)
+    assert verified(tmp_path)[0] == 0
+    steps = steps_needed(Pace(0.01, 5.0).gap(FaultConfig().keepalive_s))
+    assert jobs.ran == [
+        ("measure", 40, 0, None),
+        ("disturbed", steps, 0, 10),
+        ("undisturbed", steps, 321, None),
+    ]
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("verify-faults: ")]
+    assert told[0].startswith("verify-faults: first 40 steps without faults") and "5 faults" in told[0]
+    assert told[1].startswith(
+        "verify-faults: a step takes 0.01 s here, and a worker 5.0 s to start: the run with faults"
+    )
+    assert "takes about 40 s" in told[1] and "so that both take 70 s at most" in told[1]
+    assert told[2].startswith(f"verify-faults: disturbed: at most {steps} steps with 2 workers and 5 faults (")
+    assert told[3].startswith("verify-faults: undisturbed: the same 321 steps without faults, in about ")
+
+
+def test_steps_that_are_asked_for_are_those_of_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(monkeypatch, stopped_at=0, exit_code=0)
+    assert verified(tmp_path, "--steps", "500")[0] == 0
+    assert jobs.ran == [("disturbed", 500, 0, None), ("undisturbed", 500, 0, None)]
+
+
+def test_a_person_who_stops_it_has_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = Jobs(monkeypatch, stopped_at=50, exit_code=130, reason="SIGINT at the job's process")
+    code, runs = verified(tmp_path)
+    assert code == 130 and "verify-faults: stopped" in capsys.readouterr().out
+    assert [name for name, *_ in jobs.ran] == ["measure", "disturbed"]
+    assert verified(tmp_path)[0] == 2
+    assert f"{runs} holds runs already" in capsys.readouterr().err
+
+
+def test_a_run_that_failed_is_compared_as_far_as_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = Jobs(monkeypatch, stopped_at=7, exit_code=4)
+    verified(tmp_path)
+    assert jobs.ran[-1][0] == "undisturbed" and jobs.ran[-1][2] == 10
