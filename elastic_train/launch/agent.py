@@ -141,6 +141,11 @@ class Agent:
         self._thread.start()
 
     @property
+    def joined(self) -> bool:
+        """Whether a coordinator has taken it, and is not lost."""
+        return self._jax is not None
+
+    @property
     def ended(self) -> bool:
         """Whether `wait` would return at once."""
         return self._end.done()

@@ -32,7 +32,7 @@ from elastic_train.launch.processes import KILL_LIMIT_S
 from elastic_train.launch.relay import split_address
 from elastic_train.launch.signals import ON_TSTP, POLL_S, Signals
 from elastic_train.launch.spares import Spares
-from elastic_train.membership.group import Identity
+from elastic_train.membership.group import Identity, name_slots
 from elastic_train.telemetry.run_files import read_secret
 from elastic_train.terminal import say
 
@@ -87,16 +87,20 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
             checked.faults,
             _say,
         )
-        end = _watch(agent, signals)
-    if end.exit_code != 0:
-        _say(end.reason)
+        joined = f"joined the job at {coordinator}, for {name_slots(slots)}; workers' output: {run_dir / 'logs'}"
+        end = _watch(agent, signals, joined)
+    _say(end.reason if end.exit_code != 0 else "the job is done")
     return end.exit_code
 
 
-def _watch(agent: Agent, signals: Signals) -> AgentEnd:
-    """Waits for the agent's end; hands on signals in the meantime."""
+def _watch(agent: Agent, signals: Signals, joined: str) -> AgentEnd:
+    """Waits for the agent's end; hands on signals in the meantime. `joined`: what is said whenever it has joined."""
     deadline: float | None = None
+    has_said_joined = False
     while not agent.ended:
+        if agent.joined and not has_said_joined:
+            _say(joined)
+        has_said_joined = agent.joined
         for number in signals.wait(POLL_S):
             if number == signal.SIGUSR1:
                 agent.forward(signal.SIGUSR1)  # each worker writes its stacks to its log

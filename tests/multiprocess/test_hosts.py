@@ -110,6 +110,7 @@ def test_row_16_a_host_dies_is_cut_off_leaves_and_returns_each_time(tmp_path, ho
             assert "lost the coordinator" in second.output and "Trying to reach it again" in second.output
             b.heal()
             first.wait_members(0, 1, 2)
+            assert second.output.count("joined the job at") == 2
 
             # The host is asked to leave: its members leave after a commit, and no step fails.
             died, aborts = len(first.events("worker_died")), len(first.events("abort_sent"))
