@@ -58,6 +58,7 @@ def test_rows_16_17_18_saved_killed_damaged_and_resumed(tmp_path: Path, store: O
     options = ("--steps", str(STEPS), "--set", f"checkpoint.path={PLACE}", "--set", "checkpoint.every_steps=10")
     hold = {"slot": 0, "incarnation": -1, "step": 22, "where": "data", "what": "slow", "seconds": 600.0}
     with Job(run_dir, FAULTY, *options, faults=[hold], **about) as running:
+        running.wait_step(1)  # the start, which takes longest, has a wait of its own: the saves must not pay for it
         running.wait_event("checkpoint_saved", step=20)
         running.note_processes()
         running.process.kill()
