@@ -141,7 +141,10 @@ class Training:
             else:
                 verdict = self._step()
             if isinstance(verdict, Commit) and self._group.me in verdict.leaving and not verdict.stop:
-                self._record.send()
+                if not (
+                    self._record.lacks_evaluation and self._evaluation_is_due
+                ):  # those who stay evaluate, and send it
+                    self._record.send()
                 return Result("left", self.state, self._record.metrics)
             self._follow(verdict)
             self._evaluate_if_due()

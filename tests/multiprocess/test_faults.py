@@ -292,3 +292,13 @@ def test_row_19_worker_that_is_asked_to_leave_goes_without_a_failed_step_and_com
         job.wait_step(healed(job, 2, after=asked)["step"] + 5)
         stop_and_compare(job)
         assert job.events("worker_killed") == []  # as one that hangs would be
+
+
+def test_row_19_the_evaluation_of_the_step_after_which_the_first_member_leaves_is_told(tmp_path):
+    with endless(tmp_path, options=("--set", "eval_every=1")) as job:
+        job.wait_step(5)
+        asked = job.kill(0, signal.SIGTERM)
+        job.wait_event("recovered", kind="leave", gone=[0])
+        job.wait_step(healed(job, 0, after=asked)["step"] + 5)
+        stop_and_compare(job)
+        assert all("eval_loss" in line for line in job.lines("metrics.jsonl"))
