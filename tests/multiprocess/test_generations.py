@@ -148,6 +148,20 @@ def test_resized_up_and_down(tmp_path: Path, plain: Path, first: int, then: int,
         assert len(ended) == (1 if node_ids else 0) and all("node ids" in reason for reason in ended)
 
 
+def test_resized_while_the_worker_that_stays_is_on_its_way(tmp_path: Path, plain: Path) -> None:
+    """The only member is to leave: it hands the state on before, and the job does not end by that."""
+    slow = {"slot": 0, "incarnation": 1, "where": "start", "what": "slow", "seconds": 3}
+    with job(tmp_path / "run", *UNSAVED, workers=2, faults=[slow]) as running:
+        running.wait_step(10)
+        running.kill(0)
+        running.wait_members(1)
+        assert command("resize", str(running.run_dir), "--workers", "1").returncode == 0
+        assert not [event for event in running.events("worker_ready") if event["incarnation"] == 1], "too late"
+        running.wait_members(0)
+        assert_as_undisturbed(running, plain)
+        assert [event["left"] for event in running.events("view_changed") if event["left"]] == [[1]]
+
+
 def test_row_15_coordinators_follow_one_another_within_a_budget(tmp_path: Path) -> None:
     """Without workers: the same address, what was asked for, and the end when none can begin any more."""
     faults = FaultConfig(max_coordinator_restarts=2, node_ids=2)

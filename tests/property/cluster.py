@@ -336,7 +336,7 @@ class Cluster:
 
     def verdict(self, view: View, inside: list[Process], gone: set[int]) -> Verdict:
         """What all who are inside conclude, which must be the same."""
-        # One at a time and never the last: if all members ask to leave, that is a stop.
+        # One at a time and never the last: if all members ask to leave of themselves, that is a stop.
         leaver = next((process for process in inside[1:] if process.wants_to_leave), None)
         votes = None
         if not gone:
