@@ -157,6 +157,7 @@ class Coordinator:
             control_pb2.AgentWelcome(
                 jax_address=self.jax_address, num_nodes=self._jax.num_nodes, jax_tls=jax_tls, generation=generation
             ),
+            returning,
         )
         self._actions = Actions(
             self._connections,
