@@ -173,6 +173,9 @@ class Coordinator:
         self._loop.after("standstill", stall_note_s, self._look_for_standstill)
         self._loop.after("watch", self._look_interval_s, self._look)
         self._loop.start()
+        if past is not None and past.end is not None:  # the last coordinator could not tell everybody any more
+            end = r.End(past.end["exit_code"], past.end["status"], past.end["message"])
+            self._loop.post(partial(self._finish_job, end, is_written=True))
         self._server.start()
 
     # For the process that holds the coordinator ---------------------------------------------------
@@ -288,8 +291,8 @@ class Coordinator:
         if show:
             self._show(show)
 
-    def _finish_job(self, end: r.End) -> None:
-        self._ending.finish(end, None if self._decisions.failed else self.roster)
+    def _finish_job(self, end: r.End, is_written: bool = False) -> None:
+        self._ending.finish(end, None if self._decisions.failed else self.roster, is_written)
         self._checkpoints.close()
         self._ending.is_over.set()
 
@@ -332,4 +335,5 @@ def _first_roster(limits: Limits, past: Past | None, stop_wanted: str, returning
         past.failures,
         past.stop_asked or stop_wanted,
         returning,
+        past.end is not None,
     )

@@ -220,6 +220,19 @@ def test_row_15_coordinator_killed_while_a_worker_comes_back(tmp_path: Path, pla
         assert_as_undisturbed(running, plain)
 
 
+def test_row_15_coordinator_killed_while_the_last_workers_exit(tmp_path: Path, plain: Path) -> None:
+    """The end is written, and the agent has not been told: the next one is there to tell it."""
+    with job(tmp_path / "run", *UNSAVED, workers=2, pace_s=0.0) as running:
+        running.wait_event("worker_finished", slot=1)
+        running.kill(1, signal.SIGSTOP)  # the coordinator waits some seconds for its exit
+        running.wait_event("end")
+        kill_coordinator(running)
+        running.kill(1, signal.SIGCONT)
+        assert_as_undisturbed(running, plain)
+        assert len(running.events("end")) == len(running.events("generation_began")) == 1
+        assert "the coordinator has died (signal 9)" in running.output and "Traceback" not in running.output
+
+
 @pytest.mark.soak
 def test_row_15_coordinator_alone_is_started_again_by_hand(tmp_path: Path, plain: Path) -> None:
     """The command itself dies with its coordinator. The same command, and the hosts that wait for it, go on."""
