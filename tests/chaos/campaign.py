@@ -33,15 +33,17 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests" / "multiprocess"), str(ROOT)]
 
-from job import FAULTY, Job, undisturbed_after  # noqa: E402
+from job import FAULTY, Job, plain_run  # noqa: E402
 
 from elastic_train.data.ledger_files import verify_run  # noqa: E402
 from elastic_train.telemetry.barriers import format_barriers, verify_barriers  # noqa: E402
+from elastic_train.telemetry.json_files import read_lines  # noqa: E402
 
 DEADLINE_S = 120.0
 STEPS = 1_000_000
 PACE_S = 0.05
 MAX_WORKERS = 5
+EVAL_EVERY = 15
 SECRET = "what all hosts know"
 SETTINGS = (
     "faults.keepalive_s=2.0",
@@ -54,12 +56,13 @@ SETTINGS = (
     "faults.max_restarts=1000",
     "faults.max_coordinator_restarts=1000",
     "faults.start_grace_s=30.0",
-    "faults.start_timeout_s=90.0",
+    "faults.start_timeout_s=60.0",
     "checkpoint.every_steps=20",
+    f"eval_every={EVAL_EVERY}",
 )
 """Limits for short steps on a busy machine, and budgets that no campaign spends."""
 
-MOMENTS = {"at once": 6, "steps": 4, "calm": 4}
+MOMENTS = {"at once": 10, "steps": 4, "calm": 3}
 """When an act comes: at the same instant as the one before, after some steps, when all workers take part that shall."""
 
 CONSEQUENCES = {
@@ -132,16 +135,21 @@ class Plan:
     workers: of the job at first.
     two_hosts: the higher slots belong to a second host.
     warm: processes held ready at first.
+    min_workers: the floor.
+    settings: of the whole run.
     """
 
     seed: int
     workers: int
     two_hosts: bool
     warm: int
+    min_workers: int
+    settings: tuple[str, ...]
     acts: tuple[Act, ...]
 
     def __str__(self) -> str:
-        about = f"seed {self.seed}: {self.workers} workers, two hosts: {self.two_hosts}, warm spares: {self.warm}"
+        about = f"seed {self.seed}: {self.workers} workers, two hosts: {self.two_hosts}, warm spares: {self.warm}, "
+        about += f"min_workers: {self.min_workers}, {' '.join(self.settings)}"
         return "\n".join([about, *(f"{number:3}. {act}" for number, act in enumerate(self.acts))])
 
 
@@ -150,6 +158,9 @@ def draw(seed: int, num_acts: int) -> Plan:
     dice = random.Random(seed)
     two_hosts = dice.random() < 0.4
     workers, warm = dice.choice((3, 3, 4)), dice.choice((0, 0, 1, 2))
+    min_workers = 1 if two_hosts else dice.choice((1, 1, 2))
+    # With few node ids, generations end on purpose.
+    settings = (f"prefetch={dice.choice((0, 2))}", f"faults.node_ids={dice.choice((0, 0, 6, 10))}")
     weights = ACTS | (ACTS_OF_TWO_HOSTS if two_hosts else {})
     acts: list[Act] = []
     for number in range(num_acts):
@@ -163,7 +174,7 @@ def draw(seed: int, num_acts: int) -> Plan:
         if kind == "raise_always" or (acts and acts[-1].kind == "raise_always"):
             moment = "calm"  # code that raises on all who are there ends a job
         acts.append(Act(moment, kind, _about(dice, kind), tuple(round(dice.random(), 2) for _ in range(2))))
-    return Plan(seed, workers, two_hosts, warm, tuple(acts))
+    return Plan(seed, workers, two_hosts, warm, min_workers, settings, tuple(acts))
 
 
 def _about(dice: random.Random, kind: str) -> tuple[Any, ...]:
@@ -210,6 +221,7 @@ class Campaign:
         self._port = _free_port()
         self._jobs: list[Job] = []
         self._number = 0
+        self._before_agent = 0  # events that had been written when the second host's command was started
         self._workers: int | None = plan.workers
         self._warm = plan.warm
         self._orders: list[tuple[str, subprocess.Popen[str]]] = []
@@ -253,13 +265,16 @@ class Campaign:
 
     def _start(self) -> None:
         plan = self.plan
-        options = ["--steps", str(STEPS), "--set", *SETTINGS, f"faults.warm_spares={self._warm}"]
-        first = (*options, "--bind", f"127.0.0.1:{self._port}")
+        first = (*self._options(), "--bind", f"127.0.0.1:{self._port}")
         if plan.two_hosts:
             first = (*first, "--slots", "0-1")
         self.job = self._launch(self.run_dir, first, self._workers or 1)
         if plan.two_hosts and self.agent is None:
             self._start_agent()
+
+    def _options(self) -> tuple[str, ...]:
+        settings = (*SETTINGS, *self.plan.settings, f"faults.warm_spares={self._warm}")
+        return "--steps", str(STEPS), "--min-workers", str(self.plan.min_workers), "--set", *settings
 
     def _launch(self, run_dir: Path, options: tuple[str, ...], workers: int) -> Job:
         self._number += 1
@@ -276,9 +291,9 @@ class Campaign:
         if not link.is_symlink():
             link.symlink_to(self.run_dir)
         self._wait("job.json", lambda: (self.run_dir / "job.json").exists() and self.job.json("job.json"))
-        options = ("--steps", str(STEPS), "--set", *SETTINGS, f"faults.warm_spares={self._warm}")
         join = ("--coordinator", f"127.0.0.1:{self._port}", "--slots", f"2-{MAX_WORKERS - 1}")
-        self.agent = self._launch(link, (*options, *join), MAX_WORKERS)
+        self._before_agent = len(self._events())
+        self.agent = self._launch(link, (*self._options(), *join), MAX_WORKERS)
         return self.agent
 
     def _ended(self, job: Job, codes: tuple[int, ...], why: str) -> None:
@@ -292,9 +307,11 @@ class Campaign:
     def _finish(self) -> None:
         if self.plan.two_hosts and self.agent is None:
             self._start_agent()
-        self._note_mark()
-        self._wait("all workers at the end", self._is_calm)
         self._collect_orders()
+        if self.agent is not None:
+            self._wait("the second host to join", self._agent_has_joined)
+        self._note_mark()
+        self._wait("all workers at the end", lambda: self._is_calm() and self._step() > self._mark_step + 10)
         self._say(f"     stopping [{self._where()}]")
         self.job.process.send_signal(signal.SIGTERM)
         self._ended(self.job, (130,), "the last stop")
@@ -395,7 +412,7 @@ class Campaign:
     def _is_calm(self) -> bool:
         """All that shall be there have committed some steps together, since the last act."""
         lines = self._ledger()[-3:]
-        if len(lines) < 3 or lines[0]["step"] < self._mark_step:
+        if len(lines) < 3 or lines[0]["step"] <= self._mark_step + 1:
             return False
         formed = [event["event"] for event in self._events() if event["event"] in ("job_started", "recovered")]
         if formed[-1:] != ["recovered"]:  # the ledger is that of the part before
@@ -606,9 +623,8 @@ class Campaign:
         self._ended(job, codes, how)
         self._collect_orders()
         agent = self.agent
-        if agent is not None and how != "kill":
-            # One that was just starting may find nobody, and one that was asked to leave has gone.
-            self._ended(agent, (130, 4), f"the second host after {how}")
+        if agent is not None and how != "kill" and self._agent_has_joined():
+            self._ended(agent, (130,), f"the second host after {how}")
             agent = self.agent = None
         elif agent is not None and not agent_waits:
             agent.note_processes()
@@ -681,6 +697,11 @@ class Campaign:
         before.process.kill()
         self._ended(before, (-signal.SIGKILL,), "the second host's first command, killed")
 
+    def _agent_has_joined(self) -> bool:
+        """Whether the second host's present command has. The first host's has slot 0."""
+        new = self._events()[self._before_agent :]
+        return any(event["event"] == "agent_joined" and 0 not in event["slots"] for event in new)
+
     def _new(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self._events()[self._mark :] if event["event"] == name]
 
@@ -697,10 +718,16 @@ class Campaign:
 
     def _problems(self) -> Iterator[str]:
         summary, events = self.job.summary, self._events()
-        alone = undisturbed_after(summary["step"])
-        for name in ("params_sha256", "state_sha256"):
+        options = ("--set", f"eval_every={EVAL_EVERY}")
+        alone = plain_run(self._directory / "alone", summary["step"], *options)
+        for name in ("step", "samples", "params_sha256", "state_sha256", "final_loss"):
             if summary[name] != alone[name]:
-                yield f"{name} differs from the undisturbed run's after {summary['step']} steps"
+                yield f"{name} is {summary[name]}, and {alone[name]} in an undisturbed run of as many steps"
+        curves = [_curve(self.job.lines("metrics.jsonl")), _curve(read_lines(self._directory / "alone/metrics.jsonl"))]
+        curves[1][-1:] = [{name: value for name, value in curves[1][-1].items() if name in curves[0][-1]}]
+        different = [pair for pair in itertools.zip_longest(*curves) if pair[0] != pair[1]]
+        if different:  # the undisturbed run ends with an evaluation, the other one does not
+            yield f"metrics.jsonl differs from the undisturbed run's in {len(different)} lines: {different[:3]}"
         steps = [line["step"] for line in self._ledger()]
         if steps != list(range(1, summary["step"] + 1)):
             yield f"the ledger is not 1 to {summary['step']}: {_gaps(steps)}"
@@ -717,6 +744,10 @@ class Campaign:
                 yield f"the job ended: {event}"
             if event["event"] == "user_code_failed" and "planned failure" not in event["traceback"]:
                 yield f"user code failed: {event}"
+            if event["event"] == "worker_died" and event["exit_code"] not in (0, -9, -15, None):
+                log = (self.run_dir / "logs" / f"{event['slot']}-{event['incarnation']}.log").read_text()
+                if not any(text in log for text in ("planned failure", "fault: ", "evicted")):
+                    yield f"a worker ended by itself: {event}\n{log[-1000:]}"
             if event["event"] in ("steps_repeated", "group_lost") and not self._may_repeat:
                 yield f"steps were lost although nobody killed all members: {event}"
         accounts, wall_s = summary["time_accounts"], summary["wall_s"]
@@ -735,6 +766,9 @@ class Campaign:
             if ended.returncode:
                 said = ended.stdout[-500:] + ended.stderr[-1500:]
                 yield f"`{' '.join(command)}` ended with {ended.returncode}: {said}"
+        partial = [path.name for path in (self.run_dir / "checkpoints").iterdir() if "partial" in path.name]
+        if partial:
+            yield f"checkpoints that were broken off are left: {partial}"
         yield from self._left()
 
     def _left(self) -> Iterator[str]:
@@ -758,6 +792,11 @@ NEVER = {
     "no_progress",
 }
 PLANNED = ("planned failure",)
+
+
+def _curve(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kept = ("step", "samples", "loss", "learning_rate")
+    return [{k: v for k, v in line.items() if k in kept or k.startswith("eval_")} for line in lines]
 
 
 def _gaps(steps: list[int]) -> str:

@@ -256,3 +256,31 @@ def test_row_15_coordinator_alone_is_started_again_by_hand(tmp_path: Path, plain
             if host.poll() is None:
                 host.kill()
             host.wait()
+
+
+@pytest.mark.soak
+def test_rows_16_17_first_host_killed_and_resumed_while_the_second_one_waits(tmp_path: Path, plain: Path) -> None:
+    """The second one cannot tell this coordinator from the next of its job. The checkpoint counts, not what it kept."""
+    run_dir = tmp_path / "run"
+    (tmp_path / "second").symlink_to(run_dir)
+    common = {"workers": 2, "environ": {"ELASTIC_TRAIN_SECRET": "what both hosts know"}}
+    saved = ("--set", "checkpoint.every_steps=20")
+    with job(run_dir, *saved, "--slots", "0", **common) as first:
+        address = first.wait_for("job.json", lambda: first.json("job.json").get("address"))
+        with job(tmp_path / "second", *saved, "--coordinator", address, "--slots", "1", **common) as second:
+            first.wait_members(0, 1)
+            first.wait_event("checkpoint_saved", step=40)
+            first.wait_step(50)
+            first.process.kill()
+            first.process.wait()
+            second.wait_for("the state that is kept", lambda: "Kept: the state of slot 1" in second.output)
+            with job(run_dir, *saved, "--bind", address, "--slots", "0", **common) as again:
+                resumed = again.wait_event("run_resumed")
+                again.wait_members(0, 1)
+                assert again.finish() == second.finish() == 0, again.logs()
+                assert again.events("checkpoint_loaded")[-1]["step"] == resumed["step"] < STEPS
+                assert again.events("ledger_gap") == again.events("state_carried") == []
+                assert [line["step"] for line in again.lines("ledger.jsonl")] == list(range(1, STEPS + 1))
+                expected = json.loads((plain / "summary.json").read_text())
+                for name in ("step", "params_sha256", "state_sha256", "final_loss", "metrics"):
+                    assert again.summary[name] == expected[name], name
