@@ -305,8 +305,8 @@ class Coordinator:
             self._loop.after("standstill", again_s, self._look_for_standstill)
 
     def _look(self) -> None:
-        if not self.roster.view.members:
-            self._reports.rest()  # nobody could commit a step
+        if not any(map(self.roster.is_living, self.roster.view.members)):
+            self._reports.rest()  # nobody could commit a step: there is no group yet, or it has died
         if self._ending.end is None:
             self._watch.look(self.roster)
             self._paces.look(self.roster)

@@ -614,7 +614,9 @@ def test_a_job_that_has_ended_may_be_quiet() -> None:
 
 
 def test_a_group_that_forms_late_has_not_been_quiet(job: Job) -> None:
-    """Without members nobody could commit a step: the clock starts with the first group."""
+    """Without members nobody could commit a step: the clock starts with the first group, and after one that died."""
+    dead = View.of(1, [Identity(0, 0, 1)])  # of which no worker is known any more
+    job.coordinator._decisions.roster = dataclasses.replace(job.coordinator.roster, view=dead)
     reports = job.coordinator._reports
     reports._quiet_since -= 1000.0
     deadline = time.monotonic() + PATIENCE_S
