@@ -17,6 +17,6 @@ def test_a_plan_depends_on_its_seed_alone():
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [20, 123], ids=["one host", "two hosts"])
 def test_a_campaign_of_all_disturbances_is_exact(tmp_path, seed):
-    Campaign(draw(seed, num_acts=12), tmp_path).run()
+    Campaign(draw(seed, num_acts=10), tmp_path).run()
