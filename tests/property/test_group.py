@@ -80,7 +80,10 @@ def blocks(draw: st.DrawFn) -> tuple[View, dict[int, int], dict[int, int], list[
         spent=st.booleans(),
         checked=st.just(checked),
         fingerprint=st.sampled_from([(1, 2), (1, 2), (1, 2), (1, 3)]),
-        joiners=st.lists(small_identities, max_size=MAX_JOINERS_PER_STEP).map(tuple),
+        # No node id is used twice.
+        joiners=st.lists(small_identities, max_size=MAX_JOINERS_PER_STEP, unique_by=lambda joiner: joiner.node).map(
+            tuple
+        ),
     )
     return view, before, after, [draw(asked) for _ in view.members]
 
