@@ -18,6 +18,11 @@ class Outside(Requests, Protocol):
     @property
     def stop_requested(self) -> str | None: ...
     @property
+    def drained(self) -> bool:
+        """Whether this worker's slot is to be empty."""
+        ...
+
+    @property
     def times(self) -> PhaseTimes:
         """How long this worker was in which phase."""
         ...

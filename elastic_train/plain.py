@@ -58,6 +58,7 @@ class Nobody:
 
     candidates: tuple[Identity, ...] = ()
     stop_requested: str | None = None
+    drained: bool = False
     save_requested: int = 0
     saved_step: int = 0
     has_checkpoints: bool = False

@@ -223,7 +223,8 @@ class Training:
         return Vote(
             self.state.step,
             stop=self._outside.stop_requested is not None,
-            leave=self._leave_requested.is_set(),
+            leave=self._leave_requested.is_set() or self._outside.drained,
+            drained=self._outside.drained and not self._leave_requested.is_set(),
             spent=self._failures.next_is_last,
             nonfinite=self._held.nonfinite_in_a_row,
             save=self._group.is_first and self._keeping.wants(),

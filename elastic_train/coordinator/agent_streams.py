@@ -20,6 +20,8 @@ class AgentStreams:
     Args:
       decisions, connections, ending, checkpoints, departures: as in `service.Coordinator`.
       welcome: what every agent is told first.
+      returning: the job goes on after the loss of its last coordinator, so states that agents hold are its own. When a
+        run is gone on with otherwise, they come from a part that is over, and the checkpoint counts.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class AgentStreams:
         checkpoints: Checkpoints,
         departures: Departures,
         welcome: control_pb2.AgentWelcome,
+        returning: bool,
     ) -> None:
         self._decisions, self._connections, self._ending = decisions, connections, ending
         self._checkpoints, self._departures, self._welcome = checkpoints, departures, welcome
+        self._returning = returning
 
     def message(self, stream: Stream, message: control_pb2.FromAgent) -> None:
         """Something has arrived."""
@@ -67,8 +71,9 @@ class AgentStreams:
         if self._ending.end is not None:  # the job was stopped before this agent came
             stream.send(shutdown_message(self._ending.end))
         # One that is older than the newest checkpoint is of no use.
-        carried = {each.slot: each.step for each in hello.carried if each.step >= self._checkpoints.saved_step}
-        epoch = max((each.epoch for each in hello.carried), default=0)
+        states = hello.carried if self._returning else ()
+        carried = {each.slot: each.step for each in states if each.step >= self._checkpoints.saved_step}
+        epoch = max((each.epoch for each in states), default=0)
         self._decisions.apply(r.AgentJoined(name, tuple(hello.slots), carried, epoch, hello.spare))
 
     def _exited(self, exited: control_pb2.Exited) -> None:

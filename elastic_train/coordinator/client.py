@@ -45,12 +45,12 @@ class Link:
       candidates: joiners that are ready now.
       dead: nodes that the coordinator has named dead so far.
       stop_requested: why all should agree on a stop after a commit; None while nobody asks.
+      drained: this worker is to leave after a commit, since its slot is to be empty.
       stopped_now: set when the coordinator says that all is over.
       saved_step: the newest step that any member has saved.
       times: how long this worker was in which phase.
       has_checkpoints: whether whoever begins without a state shall load one.
       on_expect: called with the view that this worker will be in if it is admitted next. Must not block.
-      on_leave: called when this worker alone is to leave after a commit. Must not block.
       on_abort: called with a dead node id, at once, in the reading thread. Must not block.
       on_stopped_now: called when `stopped_now` is set. Must not block.
       on_evict: called with the reason when this worker is to exit: what it holds is out of date.
@@ -71,12 +71,12 @@ class Link:
         self.candidates: tuple[Identity, ...] = ()
         self.dead: frozenset[int] = frozenset()
         self.stop_requested: str | None = None
+        self.drained = False
         self.stopped_now = threading.Event()
         self.saved_step = 0
         self.has_checkpoints = False
         self.times = PhaseTimes()
         self._ended_step = self._save_asked = self._save_answered = 0
-        self.on_leave: Callable[[str], None] = _ignore
         self.on_abort: Callable[[int], None] = _ignore
         self.on_expect: Callable[[View], None] = _ignore
         self.on_stopped_now: Callable[[str], None] = _ignore
@@ -308,6 +308,8 @@ class Link:
                     self.stop_requested = message.stop.reason
                     if message.stop.now:
                         self.stopped_now.set()
+                case "leave":
+                    self.drained = True
                 case "ack":
                     self._outbox.acknowledged(message.ack.step)
             self._changed.notify_all()
@@ -318,8 +320,6 @@ class Link:
             self.on_stopped_now(message.stop.reason)
         elif kind == "expect":
             self.on_expect(wire.view_value(message.expect.view))
-        elif kind == "leave":
-            self.on_leave("drained")
         elif kind == "evict":
             self.on_evict(message.evict.reason)
 

@@ -87,7 +87,7 @@ class Ending:
                 self._shut_down(self.end)
         return True
 
-    def finish(self, end: r.End, roster: Roster | None) -> None:
+    def finish(self, end: r.End, roster: Roster | None, is_written: bool = False) -> None:
         """Writes the end and lets the agents go. A second End changes nothing.
 
         If all have finished, workers exit by themselves now. In any other case their agents end them.
@@ -95,6 +95,7 @@ class Ending:
         Args:
           end: the roster's last word.
           roster: None if it may be wrong.
+          is_written: an earlier coordinator has noted this end.
         """
         if self.end is not None:
             return
@@ -102,7 +103,8 @@ class Ending:
         if roster is not None and roster.finishing and not roster.num_training:
             self._awaited = {worker.identity.node for worker in roster.living} - self.exited
         try:
-            self._records.event("end", status=end.status, exit_code=end.exit_code, message=end.message)
+            if not is_written:
+                self._records.event("end", status=end.status, exit_code=end.exit_code, message=end.message)
             if self._on_end is not None:
                 self._on_end(end, dict(self.finished))
         except Exception as error:

@@ -188,6 +188,7 @@ class Coordinator:
                 jax_tls=endpoint.jax_tls,
                 generation=self.generation,
             ),
+            before.returning,
         )
         self._actions = Actions(
             self._connections,
@@ -203,6 +204,9 @@ class Coordinator:
         self._loop.after("standstill", stall_note_s, self._look_for_standstill)
         self._loop.after("watch", self._look_interval_s, self._look)
         self._loop.start()
+        if (told := before.past.end) is not None:  # the last coordinator could not tell everybody any more
+            end = r.End(told["exit_code"], told["status"], told["message"])
+            self._loop.post(partial(self._finish_job, end, is_written=True))
         self._server.start()
 
     # For the process that holds the coordinator ---------------------------------------------------
@@ -318,8 +322,8 @@ class Coordinator:
         if show:
             self._show(show)
 
-    def _finish_job(self, end: r.End) -> None:
-        self._ending.finish(end, None if self._decisions.failed else self.roster)
+    def _finish_job(self, end: r.End, is_written: bool = False) -> None:
+        self._ending.finish(end, None if self._decisions.failed else self.roster, is_written)
         self._checkpoints.close()
         self._ending.is_over.set()
 
@@ -329,8 +333,8 @@ class Coordinator:
             self._loop.after("standstill", again_s, self._look_for_standstill)
 
     def _look(self) -> None:
-        if not self.roster.view.members:
-            self._reports.rest()  # nobody could commit a step
+        if not any(map(self.roster.is_living, self.roster.view.members)):
+            self._reports.rest()  # nobody could commit a step: there is no group yet, or it has died
         if self._ending.end is None:
             self._watch.look(self.roster)
             self._paces.look(self.roster)
@@ -358,4 +362,5 @@ def _first_roster(limits: Limits, before: Before) -> Roster:
         past.failures,
         past.stop_asked or before.stop_wanted,
         before.returning,
+        past.end is not None,
     )

@@ -62,9 +62,6 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
             )
         )
         past = records.past
-        if past.end is not None:  # the last coordinator has written the end, and could not tell the command any more
-            _tell_end(messages, past.end["exit_code"], past.end["message"], "")
-            return
         workers = past.workers or task.workers
         job = _JobRecords(records, messages, run_dir, task)
         _write_beginning(records, task, resume, messages)
@@ -94,12 +91,13 @@ def serve(task: Task, messages: Messages, orders: queue.SimpleQueue[dict[str, An
         )
         stack.callback(coordinator.close)
         job.write_job(coordinator, workers)
-        if task.lost:
+        if task.lost and past.end is None:
             about = {"exit_code": task.lost["exit_code"], "reported_time": task.lost["time"]}
             records.event("coordinator_lost", generation=past.generation, **about)
         num_ids = limits.num_nodes - 1
         about = {"generation": coordinator.generation, "pid": os.getpid(), "workers": workers, "node_ids": num_ids}
-        records.event("generation_began", **about)
+        if past.end is None:  # otherwise it is there to tell of the end
+            records.event("generation_began", **about)
         messages.send(started={"address": coordinator.address, "generation": coordinator.generation})
         _serve(coordinator, job, messages, orders)
 
@@ -220,7 +218,12 @@ class _JobRecords:
         )
 
     def end(self, end: End, finished: Mapping[int, control_pb2.Finished]) -> None:
-        """Writes the summary. The final state is that of the lowest slot among those that went furthest."""
+        """Writes the summary. The final state is that of the lowest slot among those that went furthest.
+
+        One is there already if only those who were to be told of the end have lost their coordinator.
+        """
+        if (self._run_dir / "summary.json").exists():
+            return
         if self._task.chaos:
             self._messages.send(ending={})
             self.has_last_word.wait(LAST_WORD_LIMIT_S)

@@ -150,7 +150,7 @@ def run_job(options: JobOptions, environ: Mapping[str, str], *, with_agent: bool
             display.note(_how_to_join(job.address, options, run_dir))
         end = _watch(job, agent, display, signals, conductor)
         if agent is not None:
-            agent.wait(END_LIMIT_S)
+            _await_agent(job, agent)
     say(end.text)
     return end.exit_code
 
@@ -234,6 +234,18 @@ def _await_end(job: Supervisor) -> None:
     while job.end is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
         job.tick()
+
+
+def _await_agent(job: Supervisor, agent: Agent) -> None:
+    """Waits for the agent's end after the job's. It hears of that from a coordinator, which may die now, too.
+
+    Raises TimeoutError, or what has ended the agent.
+    """
+    deadline = time.monotonic() + END_LIMIT_S
+    while not agent.ended and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        job.tick()
+    agent.wait(0)
 
 
 def _watch(

@@ -102,7 +102,7 @@ class Supervisor:
             time.sleep(POLL_S / 10)
 
     def tick(self) -> None:
-        """Looks after the coordinator.
+        """Looks after the coordinator; after the end, too, for as long as others are to be told of it.
 
         Raises:
           GaveUpError: the budget is spent.
@@ -111,8 +111,6 @@ class Supervisor:
         now = time.monotonic()
         self._silent_s += min(now - self._looked, MAX_TICK_S)
         self._looked = now
-        if self.end is not None:
-            return
         if self._process is None:
             if now >= self._retry_at:
                 self._start()
@@ -124,7 +122,7 @@ class Supervisor:
                 return
             self._take(message)
         limit_s = 3 * self._faults.keepalive_s if self._serves else BEGIN_LIMIT_S
-        if self._silent_s > limit_s and self.end is None:
+        if self._silent_s > limit_s:
             self._evidence = f"it was silent for {limit_s:g} s, and was killed"
             self._lost_at = time.time() - self._silent_s
             self._process.kill()  # its end comes as a message
@@ -167,7 +165,7 @@ class Supervisor:
             case {"ending": _}:
                 self.on_ending()
                 self._order({"finish": True})
-            case {"ended": end}:
+            case {"ended": end} if self.end is None:
                 self.end = JobEnd(end["exit_code"], end["text"])
             case {"refused": refusal}:
                 if not self.address:
@@ -176,8 +174,6 @@ class Supervisor:
 
     def _died(self, exit_code: int) -> None:
         self._process = None
-        if self.end is not None:
-            return
         on_purpose = exit_code == EXIT_NEXT
         evidence = self._evidence or (f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}")
         self._evidence = ""
@@ -190,6 +186,9 @@ class Supervisor:
         if on_purpose:
             return
         if not self._restarts.allow(time.monotonic()):
+            if self.end is not None:
+                self._retry_at = float("inf")
+                return
             faults = self._faults
             raise GaveUpError(
                 f"gave up: the coordinator has died again ({evidence}), after {faults.max_coordinator_restarts} "
@@ -199,7 +198,7 @@ class Supervisor:
             )
         self._note(
             f"the coordinator has died ({evidence}): it is started again"
-            + (", and the workers bring their state back" if self.step else "")
+            + (", to tell of the end" if self.end else ", and the workers bring their state back" if self.step else "")
         )
 
     def _start(self) -> None:

@@ -63,7 +63,6 @@ def main() -> NoReturn:
     link.on_evict = lambda reason: _leave(EXIT_REJOIN, f"evicted: {reason}")
     link.on_lost = lambda reason: _leave(EXIT_LOST, f"lost the coordinator: {reason}")
     link.on_stopped_now = lambda reason: _leave(0, f"is not needed any more: {reason}")
-    link.on_leave = lambda reason: settings.leave_requested.set()
     try:
         training, code = _prepare(link, settings, loaded, times)
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # SIGINT is ignored here: all of it is user code

@@ -138,6 +138,7 @@ class Vote:
       finite: so is the sum over all shards.
       stop, leave: it asks for the end of the job; to leave it alone.
       save: it asks for the state after the step to be saved.
+      drained: it asks to leave since its slot is to be empty, which can wait until another one has the state.
       spent: if its code raised, that was the last time its budget allows.
       checked: `fingerprint` is that of its state, and all must be equal.
       nonfinite: how many times in a row, as far as it knows, the gradient was not finite; below 2**24.
@@ -151,6 +152,7 @@ class Vote:
     finite: bool = True
     stop: bool = False
     leave: bool = False
+    drained: bool = False
     save: bool = False
     spent: bool = False
     checked: bool = False
@@ -163,7 +165,7 @@ class Vote:
     def pack(self) -> list[int]:
         """The vector as signed 32-bit integers."""
         flags = self.ok | self.finite << 1 | self.stop << 2 | self.leave << 3 | self.spent << 4 | self.checked << 5
-        flags |= self.save << 6 | self.nonfinite << 8
+        flags |= self.save << 6 | self.drained << 7 | self.nonfinite << 8
         joiners = self.joiners[:MAX_JOINERS_PER_STEP]
         head = [
             signed(self.step),
@@ -189,6 +191,7 @@ class Vote:
             finite=bool(flags & 2),
             stop=bool(flags & 4),
             leave=bool(flags & 8),
+            drained=bool(flags & 128),
             save=bool(flags & 64),
             spent=bool(flags & 16),
             checked=bool(flags & 32),
@@ -354,6 +357,9 @@ def _not_finite(view: View, votes: Sequence[Vote]) -> NonFinite | None:
 def requests(view: View, votes: Sequence[Vote]) -> Commit:
     """What the votes of a committed block ask for. The first member speaks for the joiners."""
     leaving = tuple(m for m, vote in zip(view.members, votes, strict=True) if vote.leave)
+    if len(leaving) == len(view.members):
+        # Workers of slots that are to stay may be on their way; those who are drained keep the state for them.
+        leaving = tuple(m for m, vote in zip(view.members, votes, strict=True) if vote.leave and not vote.drained)
     stop = any(vote.stop for vote in votes) or len(leaving) == len(view.members)
     save = any(vote.save for vote in votes)
     if stop:

@@ -58,6 +58,7 @@ def beginning(
     failures: Mapping[int, int] | None = None,
     stop_wanted: str = "",
     returning: bool = False,
+    ended: bool = False,
 ) -> Roster:
     """The roster of a job that goes on: epochs and incarnations are counted on, node ids begin anew.
 
@@ -69,12 +70,15 @@ def beginning(
       failures: how often the worker of each slot has ended in a row.
       stop_wanted: why the members will be asked to stop; empty if nobody has asked.
       returning: the members of the generation before, if it had any, are to be expected, with their states.
+      ended: the job is over, and only that is to be told.
     """
     slots = {
         slot: Slot(number, (failures or {}).get(slot, 0), drained=slot in drained, given_up=slot in given_up)
         for slot, number in starts.items()
     }
-    return Roster(limits, view=View(epoch, ()), slots=slots, stop_wanted=stop_wanted, returning=returning and epoch > 0)
+    returning = returning and epoch > 0
+    view = View(epoch, ())
+    return Roster(limits, view=view, slots=slots, stop_wanted=stop_wanted, returning=returning, ended=ended)
 
 
 def apply(roster: Roster, event: Event) -> tuple[Roster, tuple[Action, ...]]:

@@ -72,7 +72,12 @@ class Job:
     """A coordinator, its records, and the events its roster got; `answers` gives the actions for them."""
 
     def __init__(
-        self, num_slots: int = 4, keepalive_s: float = 5.0, stall_note_s: float = 30.0, starts_per_slot: int = 2
+        self,
+        num_slots: int = 4,
+        keepalive_s: float = 5.0,
+        stall_note_s: float = 30.0,
+        starts_per_slot: int = 2,
+        returning: bool = False,
     ) -> None:
         self.events = Recorder()
         self.commits = Recorder()
@@ -91,6 +96,7 @@ class Job:
             on_note=self.shown.append,
             on_end=lambda end, finished: self.ends.append((end, {s: f.status for s, f in finished.items()})),
             stall_note_s=stall_note_s,
+            returning=returning,
         )
 
     def _apply(self, roster: Roster, event: r.Event) -> tuple[Roster, list[r.Action]]:
@@ -139,8 +145,8 @@ class Job:
         self.events.expect(r.Hello(link.identity, 1000 + node, "here"))
         return link
 
-    def agent(self, *slots: int, id: str = "") -> Agent:
-        agent = Agent(self.coordinator.address, slots, id)
+    def agent(self, *slots: int, id: str = "", carried: dict[int, int] | None = None) -> Agent:
+        agent = Agent(self.coordinator.address, slots, id, carried or {})
         self._agents.append(agent)
         return agent
 
@@ -155,10 +161,12 @@ class Job:
 class Agent:
     """The agent's end of the control plane, without any worker."""
 
-    def __init__(self, address: str, slots: tuple[int, ...], id: str) -> None:
+    def __init__(self, address: str, slots: tuple[int, ...], id: str, carried: dict[int, int]) -> None:
         self.channel = grpc.insecure_channel(address, options=wire.channel_options(5.0))
         self._outbox: queue.SimpleQueue[control_pb2.FromAgent | None] = queue.SimpleQueue()
-        self._outbox.put(control_pb2.FromAgent(hello=control_pb2.AgentHello(host="here", slots=slots, id=id)))
+        states = [control_pb2.CarriedState(slot=slot, step=step, epoch=3) for slot, step in carried.items()]
+        hello = control_pb2.AgentHello(host="here", slots=slots, id=id, carried=states)
+        self._outbox.put(control_pb2.FromAgent(hello=hello))
         stub = control_pb2_grpc.ControlStub(self.channel)
         self.call = stub.Agent(iter(self._outbox.get, None), metadata=wire.secret_metadata(SECRET))
 
@@ -486,6 +494,17 @@ def test_an_agent_that_connects_again_replaces_its_old_connection(job: Job) -> N
     assert newest == [lost, joined]
 
 
+@pytest.mark.parametrize("returning", [True, False])
+def test_states_of_agents_count_only_in_the_part_of_the_run_that_they_come_from(returning: bool) -> None:
+    """An agent that waits for a coordinator cannot tell the next one of its job from that of a run resumed by hand."""
+    job = Job(returning=returning)
+    try:
+        job.agent(0, 1, carried={0: 7, 1: 6})
+        job.events.expect(r.AgentJoined("here", (0, 1), {0: 7, 1: 6} if returning else {}, 3 if returning else 0))
+    finally:
+        job.close()
+
+
 def test_an_agent_says_that_it_leaves(job: Job) -> None:
     agent = job.agent(0)
     job.events.expect(r.AgentJoined("here", (0,)))
@@ -595,7 +614,9 @@ def test_a_job_that_has_ended_may_be_quiet() -> None:
 
 
 def test_a_group_that_forms_late_has_not_been_quiet(job: Job) -> None:
-    """Without members nobody could commit a step: the clock starts with the first group."""
+    """Without members nobody could commit a step: the clock starts with the first group, and after one that died."""
+    dead = View.of(1, [Identity(0, 0, 1)])  # of which no worker is known any more
+    job.coordinator._decisions.roster = dataclasses.replace(job.coordinator.roster, view=dead)
     reports = job.coordinator._reports
     reports._quiet_since -= 1000.0
     deadline = time.monotonic() + PATIENCE_S

@@ -148,6 +148,20 @@ def test_resized_up_and_down(tmp_path: Path, plain: Path, first: int, then: int,
         assert len(ended) == (1 if node_ids else 0) and all("node ids" in reason for reason in ended)
 
 
+def test_resized_while_the_worker_that_stays_is_on_its_way(tmp_path: Path, plain: Path) -> None:
+    """The only member is to leave: it hands the state on before, and the job does not end by that."""
+    slow = {"slot": 0, "incarnation": 1, "where": "start", "what": "slow", "seconds": 3}
+    with job(tmp_path / "run", *UNSAVED, workers=2, faults=[slow]) as running:
+        running.wait_step(10)
+        running.kill(0)
+        running.wait_members(1)
+        assert command("resize", str(running.run_dir), "--workers", "1").returncode == 0
+        assert not [event for event in running.events("worker_ready") if event["incarnation"] == 1], "too late"
+        running.wait_members(0)
+        assert_as_undisturbed(running, plain)
+        assert [event["left"] for event in running.events("view_changed") if event["left"]] == [[1]]
+
+
 def test_row_15_coordinators_follow_one_another_within_a_budget(tmp_path: Path) -> None:
     """Without workers: the same address, what was asked for, and the end when none can begin any more."""
     faults = FaultConfig(max_coordinator_restarts=2, node_ids=2)
@@ -206,6 +220,19 @@ def test_row_15_coordinator_killed_while_a_worker_comes_back(tmp_path: Path, pla
         assert_as_undisturbed(running, plain)
 
 
+def test_row_15_coordinator_killed_while_the_last_workers_exit(tmp_path: Path, plain: Path) -> None:
+    """The end is written, and the agent has not been told: the next one is there to tell it."""
+    with job(tmp_path / "run", *UNSAVED, workers=2, pace_s=0.0) as running:
+        running.wait_event("worker_finished", slot=1)
+        running.kill(1, signal.SIGSTOP)  # the coordinator waits some seconds for its exit
+        running.wait_event("end")
+        kill_coordinator(running)
+        running.kill(1, signal.SIGCONT)
+        assert_as_undisturbed(running, plain)
+        assert len(running.events("end")) == len(running.events("generation_began")) == 1
+        assert "the coordinator has died (signal 9)" in running.output and "Traceback" not in running.output
+
+
 @pytest.mark.soak
 def test_row_15_coordinator_alone_is_started_again_by_hand(tmp_path: Path, plain: Path) -> None:
     """The command itself dies with its coordinator. The same command, and the hosts that wait for it, go on."""
@@ -229,3 +256,31 @@ def test_row_15_coordinator_alone_is_started_again_by_hand(tmp_path: Path, plain
             if host.poll() is None:
                 host.kill()
             host.wait()
+
+
+@pytest.mark.soak
+def test_rows_16_17_first_host_killed_and_resumed_while_the_second_one_waits(tmp_path: Path, plain: Path) -> None:
+    """The second one cannot tell this coordinator from the next of its job. The checkpoint counts, not what it kept."""
+    run_dir = tmp_path / "run"
+    (tmp_path / "second").symlink_to(run_dir)
+    common = {"workers": 2, "environ": {"ELASTIC_TRAIN_SECRET": "what both hosts know"}}
+    saved = ("--set", "checkpoint.every_steps=20")
+    with job(run_dir, *saved, "--slots", "0", **common) as first:
+        address = first.wait_for("job.json", lambda: first.json("job.json").get("address"))
+        with job(tmp_path / "second", *saved, "--coordinator", address, "--slots", "1", **common) as second:
+            first.wait_members(0, 1)
+            first.wait_event("checkpoint_saved", step=40)
+            first.wait_step(50)
+            first.process.kill()
+            first.process.wait()
+            second.wait_for("the state that is kept", lambda: "Kept: the state of slot 1" in second.output)
+            with job(run_dir, *saved, "--bind", address, "--slots", "0", **common) as again:
+                resumed = again.wait_event("run_resumed")
+                again.wait_members(0, 1)
+                assert again.finish() == second.finish() == 0, again.logs()
+                assert again.events("checkpoint_loaded")[-1]["step"] == resumed["step"] < STEPS
+                assert again.events("ledger_gap") == again.events("state_carried") == []
+                assert [line["step"] for line in again.lines("ledger.jsonl")] == list(range(1, STEPS + 1))
+                expected = json.loads((plain / "summary.json").read_text())
+                for name in ("step", "params_sha256", "state_sha256", "final_loss", "metrics"):
+                    assert again.summary[name] == expected[name], name

@@ -20,14 +20,17 @@ from dataclasses import dataclass, field
 from elastic_train.membership import execution, semantics
 from elastic_train.membership.group import Commit, Differ, Identity, Retry, Shrink, Verdict, View, Vote, judge
 from elastic_train.membership.reconcile import Standing, agree
-from elastic_train.membership.roster import Limits, Roster, WorkerState, apply
+from elastic_train.membership.roster import Limits, Roster, WorkerState, apply, refuse_drain
 from elastic_train.membership.roster_events import (
     Abort,
     Action,
     AgentJoined,
+    AgentLeaving,
     AgentLost,
     Announce,
+    AskLeave,
     AskStop,
+    DrainAsked,
     End,
     Event,
     Evict,
@@ -40,6 +43,7 @@ from elastic_train.membership.roster_events import (
     Note,
     Ready,
     RefuseWorker,
+    ResizeAsked,
     SetTimer,
     Silent,
     Start,
@@ -52,8 +56,10 @@ from elastic_train.membership.roster_events import (
     Viewed,
     WorkerEvent,
 )
+from elastic_train.membership.roster_generations import refuse_resize
 
 NO_GOAL = 10**9
+ORDERS = ["drain", "resize", "resize", "send away"]
 
 
 @dataclass
@@ -73,6 +79,7 @@ class Process:
     candidates: tuple[Identity, ...] = ()
     asked_to_stop: bool = False
     wants_to_leave: bool = False
+    drained: bool = False  # it was asked to leave, since its slot is to be empty
     doomed: bool = False  # fenced, or left: it exits next
     step: int = 0
     state: int = 0
@@ -90,6 +97,7 @@ class Cluster:
         self.roster = Roster(limits)
         self.agents = agents
         self.connected: set[str] = set()
+        self.sent_away: set[str] = set()  # agents that were asked to leave
         self.returning: set[str] = set()  # lost agents whose loss was reported: they may join again
         self.processes: dict[int, Process] = {}
         self.tombstones: dict[int, int] = {}  # by node: after how many moves
@@ -101,7 +109,7 @@ class Cluster:
         self.goal = NO_GOAL
         self.end: End | None = None
         self.fails_at_start = False
-        self.flips = self.edits = False  # whether such faults occur
+        self.flips = self.edits = self.orders = False  # whether such faults occur, and orders are given
         self.max_skips = self.random.choice([0, 10**6])
         self.max_retries = 10**6
         self.schema: dict[str, str] = {"code/recipe.py": "as before"}
@@ -188,7 +196,7 @@ class Cluster:
             case Abort(_, tell) | Announce(tell) | Form(_, tell) | AskStop(tell):
                 for node in tell:
                     self.down[node].append(action)
-            case Evict(identity) | RefuseWorker(identity):
+            case Evict(identity) | RefuseWorker(identity) | AskLeave(identity):
                 self.down[identity.node].append(action)
             case SetTimer(name, delay_s):
                 self.timers[name] = self.clock_s + delay_s
@@ -203,6 +211,7 @@ class Cluster:
             if process.agent == agent and process.alive:
                 self.end_process(process)
         self.returning.discard(agent)
+        self.sent_away.discard(agent)
         self.connected.add(agent)
         self.up[agent] = deque([AgentJoined(agent, self.agents[agent])])
         self.down[agent] = deque()
@@ -237,6 +246,8 @@ class Cluster:
                 assert process.phase == "waiting" and process.identity in view.members
                 process.phase, process.view = "member", view
                 self.enter(process)
+            case AskLeave():
+                process.drained = True
             case AskStop(_, now, _) if not now:
                 process.asked_to_stop = True
             case AskStop() | Evict() | RefuseWorker():
@@ -336,8 +347,10 @@ class Cluster:
 
     def verdict(self, view: View, inside: list[Process], gone: set[int]) -> Verdict:
         """What all who are inside conclude, which must be the same."""
-        # One at a time and never the last: if all members ask to leave, that is a stop.
+        # One at a time and never the last: if all members ask to leave of themselves, that is a stop.
         leaver = next((process for process in inside[1:] if process.wants_to_leave), None)
+        if self.orders and leaver is None and len(inside) > 1 and inside[0].wants_to_leave:
+            leaver = inside[0]
         votes = None
         if not gone:
             votes = [
@@ -345,7 +358,8 @@ class Cluster:
                     Vote(
                         process.step,
                         stop=process.asked_to_stop,
-                        leave=process is leaver,
+                        leave=process is leaver or process.drained,
+                        drained=process is not leaver and process.drained,
                         checked=True,
                         nonfinite=process.nonfinite,
                         fingerprint=(process.state, 0),
@@ -462,6 +476,8 @@ class Cluster:
         next_timer = min(self.timers, key=self.timers.__getitem__)
         if next_timer == "floor" and self.returning:
             self.connect(min(self.returning))
+        elif next_timer == "floor" and self.sent_away & self.connected:
+            self.lose_agent(min(self.sent_away & self.connected))
         else:
             self.clock_s = max(self.clock_s, self.timers[next_timer])
 
@@ -517,13 +533,15 @@ class Cluster:
             "stale",
         ]
         kinds.append("nonfinite")
-        kind = self.random.choice([*kinds, *["flip"] * self.flips, *["edit"] * self.edits])
+        kind = self.random.choice([*kinds, *["flip"] * self.flips, *["edit"] * self.edits, *ORDERS * self.orders])
         if kind == "lose" and self.connected:
             self.lose_agent(self.random.choice(sorted(self.connected)))
         elif kind == "return" and self.returning:
             self.connect(self.random.choice(sorted(self.returning)))
         elif kind == "stale":
             self.say_again()
+        elif kind in ORDERS:
+            self.order(kind)
         elif processes:
             process = self.random.choice(processes)
             match kind:
@@ -545,6 +563,24 @@ class Cluster:
                     process.state ^= 1 << self.random.randrange(31)
                 case "edit":
                     self.schema = {"code/recipe.py": self.random.choice(["as before", "edited", "edited again"])}
+
+    def order(self, kind: str) -> None:
+        """What a person asks for, if it is not refused."""
+        match kind:
+            case "drain":
+                slot = self.random.randrange(self.roster.limits.num_slots)
+                if not self.roster.ended and not refuse_drain(self.roster, slot):
+                    self.feed(DrainAsked(slot, "for repair"))
+            case "resize":
+                workers = self.random.randint(1, max(max(slots, default=0) for slots in self.agents.values()) + 1)
+                if not refuse_resize(self.roster, workers):
+                    self.feed(ResizeAsked(workers, "as asked"))
+            case "send away" if len(self.connected) > 1:
+                agent = self.random.choice(sorted(self.connected))
+                self.up[agent].append(AgentLeaving(agent, "SIGTERM"))
+                self.sent_away.add(agent)
+                for process in self.processes.values():
+                    process.wants_to_leave |= process.agent == agent
 
     def schemas(self, nodes: Iterable[int]) -> int:
         """How many different things these run."""
@@ -585,6 +621,8 @@ class Cluster:
         if self.goal == NO_GOAL:
             self.goal = max((process.step for process in self.processes.values()), default=0) + 3
         self.largest_view_since_faults = 0
+        for agent in sorted(self.sent_away & self.connected):  # its workers have had their time
+            self.lose_agent(agent)
         while len(self.connected) < len(self.agents):
             while not self.returning:
                 assert self.serve_up() or self.end

@@ -38,6 +38,7 @@ votes = st.builds(
     finite=st.booleans(),
     stop=st.booleans(),
     leave=st.booleans(),
+    drained=st.booleans(),
     spent=st.booleans(),
     checked=st.booleans(),
     nonfinite=st.integers(0, MAX_COUNT),
@@ -71,6 +72,7 @@ def blocks(draw: st.DrawFn) -> tuple[View, dict[int, int], dict[int, int], list[
         ok=st.sampled_from([True, True, True, False]),
         stop=st.sampled_from([False, False, True]),
         leave=st.booleans(),
+        drained=st.booleans(),
         finite=st.sampled_from([True, True, True, True, False]),
         num_bad=st.sampled_from([0, 0, 0, 0, 2]),
         first_bad=st.just(3),
@@ -78,7 +80,10 @@ def blocks(draw: st.DrawFn) -> tuple[View, dict[int, int], dict[int, int], list[
         spent=st.booleans(),
         checked=st.just(checked),
         fingerprint=st.sampled_from([(1, 2), (1, 2), (1, 2), (1, 3)]),
-        joiners=st.lists(small_identities, max_size=MAX_JOINERS_PER_STEP).map(tuple),
+        # No node id is used twice.
+        joiners=st.lists(small_identities, max_size=MAX_JOINERS_PER_STEP, unique_by=lambda joiner: joiner.node).map(
+            tuple
+        ),
     )
     return view, before, after, [draw(asked) for _ in view.members]
 
@@ -180,6 +185,8 @@ def check_groups(view: View, said: list[Vote], verdict: Differ) -> None:
 
 def check_commit(view: View, said: list[Vote], verdict: Commit) -> None:
     leaving = tuple(member for member, vote in zip(view.members, said, strict=True) if vote.leave)
+    if leaving == view.members:  # somebody must hand the state on
+        leaving = tuple(member for member, vote in zip(view.members, said, strict=True) if not vote.drained)
     assert verdict.stop == (any(vote.stop for vote in said) or leaving == view.members)
     if verdict.stop:
         assert verdict == Commit(view, stop=True)

@@ -6,6 +6,7 @@ The invariants are checked by the cluster, at every event.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +117,24 @@ def test_a_damaged_state_is_repaired_by_the_majority(seed: int, num_slots: int, 
     states = {process.state for process in cluster.processes.values()}
     assert states == {process.state for process in undisturbed.processes.values()}
     assert cluster.num_differences == num_flips
+
+
+@given(seeds, sizes, st.integers(0, 300), st.sampled_from([0.05, 0.2]))
+@examples(500)
+def test_with_orders_in_between_the_job_gets_done_too(
+    seed: int, size: tuple[int, int, int], num_moves: int, fault_share: float
+) -> None:
+    """Slots are drained, their number changes, hosts are sent away: nothing of it ends a job, or blocks it."""
+    num_slots, min_workers, num_agents = size
+    cluster = cluster_of(seed, (5, min_workers, num_agents))
+    limits = replace(cluster.roster.limits, num_slots=max(num_slots, cluster.roster.limits.min_workers))
+    cluster.roster = replace(cluster.roster, limits=limits)
+    cluster.orders = True
+    disturb(cluster, num_moves, fault_share)
+    cluster.heal()
+    end = cluster.run()
+    assert (end.exit_code, end.status) == (0, "done"), end
+    assert cluster.largest_view_since_faults >= cluster.roster.limits.min_workers
 
 
 @given(seeds, sizes, st.integers(0, 300), st.sampled_from([0.05, 0.2]))

@@ -18,6 +18,9 @@ mechanism that this worker is to be without, so that a test can show that its te
 worker's log has a line for every training sample that its source was asked for. With `QUIET` an exchange that is broken
 off gives what was in its memory, as over a network on GPUs, instead of an error. `NOTE_DIGESTS` names a file that gets
 a line of digests after every update: of one plain process, so that many tests have what to compare with.
+
+`TRIPS` names a directory in which somebody may leave a fault while the job runs: a file with the slot as its name, and
+such an object in it. Whoever of that slot comes to the place first takes it.
 """
 
 import ctypes
@@ -50,6 +53,7 @@ SLOT = int(os.environ.get("ELASTIC_TRAIN_SLOT", "0"))
 INCARNATION = int(os.environ.get("ELASTIC_TRAIN_INCARNATION", "0"))
 NOTES_READS = "NOTE_READS" in os.environ
 DIGESTS = os.environ.get("NOTE_DIGESTS")
+TRIPS = os.environ.get("TRIPS", "")
 pending = [
     fault
     for fault in json.loads(os.environ.get("FAULTS", "[]"))
@@ -62,8 +66,22 @@ LOCK = threading.Lock()
 PACE_S = float(os.environ.get("PACE_S", "0"))
 
 
+def take_trip(where: str) -> None:
+    """Makes the fault pending that was left for this slot at this place, if there is one."""
+    slot = os.environ.get("ELASTIC_TRAIN_SLOT")  # a process that is held ready has none when it imports this
+    if slot is None or not os.path.isfile(trip := os.path.join(TRIPS, slot)):
+        return
+    with open(trip) as file:
+        fault = json.load(file)
+    if fault["where"] == where:
+        os.unlink(trip)
+        pending.append(fault)
+
+
 def strike(where: str) -> str:
     """Carries out the fault that is due here, if one is. Returns the name of what is left to do, or nothing."""
+    if TRIPS:
+        take_trip(where)
     for fault in list(pending):
         if fault["where"] != where or fault.get("step", -1) not in (committed, -1):
             continue
