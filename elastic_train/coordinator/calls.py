@@ -97,5 +97,7 @@ def _call(run_dir: Path, limit_s: float, call: Callable[..., Reply]) -> Reply:
             code, details = error.code(), error.details()  # type: ignore[attr-defined]
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise ElasticTrainError(f"the job in {run_dir} has not answered within {limit_s:g} s") from error
-            told = "" if code is grpc.StatusCode.UNAVAILABLE else f" ({code.name}: {details})"
+            told = f" ({code.name}: {details})"
+            if code is grpc.StatusCode.UNAVAILABLE:
+                told = ". If its coordinator is just being started again, try again in some seconds"
             raise UsageError(f"no job runs in {run_dir}: nobody who knows it answers at {address}{told}") from error
