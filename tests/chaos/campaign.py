@@ -250,6 +250,7 @@ class Campaign:
             for process in [process for _, process in self._orders]:
                 if process.poll() is None:
                     process.kill()
+                process.communicate()
             for job in self._jobs:
                 job.__exit__(Failure, None, None)
 
@@ -575,7 +576,7 @@ class Campaign:
                 self._check_order(order, process)
 
     def _check_order(self, order: str, process: subprocess.Popen[str]) -> None:
-        said = process.stdout.read() if process.stdout else ""
+        said, _ = process.communicate()
         self._say(f"       `{order}` ended with {process.returncode}: {said.strip()[:300]}")
         if "Traceback" in said or process.returncode not in (0, 1, 2):
             raise Failure(f"`{order}` ended with {process.returncode}\n{said}")
