@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from elastic_train.config import REPORT_INTERVAL_S, FaultConfig
 from elastic_train.coordinator import control_pb2, control_pb2_grpc, wire
 from elastic_train.coordinator.client import Link
-from elastic_train.coordinator.service import Coordinator, Endpoint
+from elastic_train.coordinator.service import Before, Coordinator, Endpoint
 from elastic_train.coordinator.streams import SERVICE_NAME
 from elastic_train.errors import ElasticTrainError, UsageError
 from elastic_train.membership import roster_events as r
@@ -96,7 +96,7 @@ class Job:
             on_note=self.shown.append,
             on_end=lambda end, finished: self.ends.append((end, {s: f.status for s, f in finished.items()})),
             stall_note_s=stall_note_s,
-            returning=returning,
+            before=Before(returning=returning),
         )
 
     def _apply(self, roster: Roster, event: r.Event) -> tuple[Roster, list[r.Action]]:
