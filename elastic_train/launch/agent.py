@@ -92,6 +92,10 @@ class Agent:
       warm: what holds processes ready for its workers; the agent starts it and closes it.
       tls: this host's files for TLS.
       on_note: shows a line to the person who watches.
+
+    Attributes:
+      first_failure: of a worker.
+      num_joined: how often a coordinator has taken it.
     """
 
     def __init__(
@@ -135,15 +139,11 @@ class Agent:
         self._end: Future[AgentEnd] = Future()
         self._thread = threading.Thread(target=self._run, name="agent", daemon=True)
         self.first_failure: Failure | None = None
+        self.num_joined = 0
 
     def start(self) -> None:
         """Connects to the coordinator and begins to take orders."""
         self._thread.start()
-
-    @property
-    def joined(self) -> bool:
-        """Whether a coordinator has taken it, and is not lost."""
-        return self._jax is not None
 
     @property
     def ended(self) -> bool:
@@ -297,6 +297,7 @@ class Agent:
                 host, port = self._address.rpartition(":")[0], welcome.jax_address.rpartition(":")[2]
                 self._relay = Relay(f"{host}:{port}")
                 self._jax = JaxRuntime(self._relay.address, welcome.num_nodes, welcome.jax_tls, welcome.generation)
+                self.num_joined += 1
             case "start":
                 self._start(wire.identity_value(message.start.identity), message.start.restore)
             case "kill":

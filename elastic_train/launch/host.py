@@ -96,11 +96,11 @@ def run_agent(options: JobOptions, coordinator: str, environ: Mapping[str, str])
 def _watch(agent: Agent, signals: Signals, joined: str) -> AgentEnd:
     """Waits for the agent's end; hands on signals in the meantime. `joined`: what is said whenever it has joined."""
     deadline: float | None = None
-    has_said_joined = False
+    num_said = 0
     while not agent.ended:
-        if agent.joined and not has_said_joined:
+        if (num_joined := agent.num_joined) > num_said:
             _say(joined)
-        has_said_joined = agent.joined
+            num_said = num_joined
         for number in signals.wait(POLL_S):
             if number == signal.SIGUSR1:
                 agent.forward(signal.SIGUSR1)  # each worker writes its stacks to its log
