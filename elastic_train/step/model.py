@@ -37,7 +37,7 @@ class Parts(NamedTuple):
         if key is not None:
             leaves, treedef = jax.tree.flatten(streams)
             fresh = [
-                jax.random.fold_in(key, number)
+                _keys(jax.random.fold_in(key, number), leaf.shape)
                 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
                 else jnp.zeros_like(leaf)
                 for number, leaf in enumerate(leaves)
@@ -45,6 +45,11 @@ class Parts(NamedTuple):
             streams = jax.tree.unflatten(treedef, fresh)
         parts = ((self.params, params), (self.streams, streams), (self.rest, model_state))
         return nnx.merge(self.graphdef, *(_filled(template, values) for template, values in parts))
+
+
+def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Keys of this shape: layers that `nnx.vmap` made, for `nnx.scan` to go through, have all their streams in a leaf."""
+    return jax.random.split(key, shape) if shape else key
 
 
 def parts_of(model: nnx.Module) -> Parts:

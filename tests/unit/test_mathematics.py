@@ -12,6 +12,7 @@ from flax import nnx
 import elastic_train as et
 from elastic_train.data.sampler import Sampler
 from elastic_train.plain import Nobody, fit_alone
+from elastic_train.step.model import parts_of
 
 NUM_SAMPLES = 200
 
@@ -241,3 +242,42 @@ class BadLoss(Regression):
 def test_a_mean_is_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"expected one value per sample, shape \(3,\); got shape \(\)"):
         fit_alone(BadLoss(RegressionConfig()))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(5, 5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+class Scanned(nnx.Module):
+    """Layers as one, each with a random stream of its own; gives what they have made of ones."""
+
+    def __init__(self, num_layers: int, rngs: nnx.Rngs) -> None:
+        make = nnx.vmap(lambda rngs: Block(rngs), in_axes=0, out_axes=0)
+        self.layers = nnx.split_rngs(splits=num_layers)(make)(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+class ScannedRegression(Regression):
+    def model(self, rngs):
+        return Scanned(4, rngs)
+
+    def loss(self, model, batch, rngs):
+        return jnp.square(model(batch["x"]).sum(axis=1) - batch["y"])
+
+
+def test_layers_that_are_scanned_have_a_random_stream_each():
+    config = RegressionConfig(shards=2, steps=2)
+    once, again = (leaves(fit_alone(ScannedRegression(config)).state.params) for _ in range(2))
+    assert all(mine.tobytes() == theirs.tobytes() for mine, theirs in zip(once, again, strict=True))
+    parts = parts_of(Scanned(4, nnx.Rngs(0)))
+    params, rest = nnx.to_pure_dict(parts.params), nnx.to_pure_dict(parts.rest)
+    streams = nnx.state(parts.merged(params, rest, jax.random.key(7)), nnx.RngKey)
+    (keys,) = [np.asarray(jax.random.key_data(leaf)) for leaf in jax.tree.leaves(streams)]
+    assert keys.shape[0] == 4 and len({key.tobytes() for key in keys}) == 4
