@@ -130,7 +130,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer. Clipping, schedules and moving averages are Optax's business."""
+        """The optimizer. Clipping and schedules are Optax's business."""
 
     @abc.abstractmethod
     def loss(self, model: nnx.Module, batch: Batch, rngs: nnx.Rngs) -> Loss | tuple[Loss, Metrics]:

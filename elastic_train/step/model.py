@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 
 def _keys(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Keys of this shape: layers that `nnx.vmap` made, for `nnx.scan` to go through, have all their streams in a leaf."""
+    """Keys of this shape: layers that `nnx.vmap` made, for `nnx.scan` to go through, have their streams in one leaf."""
     return jax.random.split(key, shape) if shape else key
 
 
