@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from elastic_train.data.ledger import Report, Witness, verify
 from elastic_train.telemetry.json_files import read_lines, unreadable
-from elastic_train.telemetry.kinds import Kind
+from elastic_train.telemetry.kinds import of_events
 from elastic_train.telemetry.run_files import read_config, read_summary, require_run_directory
 
 _SUMMARY = {"step": int, "samples": int}
@@ -26,7 +25,7 @@ def verify_run(run_dir: Path) -> Report:
     require_run_directory(run_dir)
     # Before the ledger: while the job runs, the ledger may know more than they do, never less.
     summary = read_summary(run_dir, _SUMMARY)
-    events = read_lines(run_dir / "events.jsonl", _kind_of)
+    events = read_lines(run_dir / "events.jsonl", of_events(_EVENTS))
     metrics = read_lines(run_dir / "metrics.jsonl", lambda line: _METRICS)
     seed = read_config(run_dir).get("seed")
     begins = [event["step"] for event in events if event["event"] == "recovered"]
@@ -39,11 +38,6 @@ def verify_run(run_dir: Path) -> Report:
         witnesses={line["step"]: Witness(line["samples"], line["workers"]) for line in metrics},
         end=(summary["step"], summary["samples"]) if summary else None,
     )
-
-
-def _kind_of(event: Mapping[str, Any]) -> Kind:
-    """What is read of an event."""
-    return {"event": str, **_EVENTS.get(str(event.get("event")), {})}
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -34,7 +34,7 @@ from elastic_train.membership.execution import Enter, Event, Exit, Fail, Process
 from elastic_train.membership.group import Identity, View
 from elastic_train.membership.semantics import without_fenced
 from elastic_train.telemetry.json_files import CHANGED, read_lines
-from elastic_train.telemetry.kinds import Kind
+from elastic_train.telemetry.kinds import Kind, of_events
 from elastic_train.telemetry.records import is_written
 
 DIRECTORY = "blocks"
@@ -124,18 +124,14 @@ _LINES = {
     "exit": {**_BARRIER, "nodes": ([int], None)},
     "concluded": {**_BARRIER, "verdict": str, "step": (int, None)},
 }
-_DEATHS = frozenset({"worker_died", "worker_exited"})
 _DEATH = {"time": float, "slot": int, "incarnation": int, "node": int}
+_DEATHS = {"worker_died": _DEATH, "worker_exited": _DEATH}
 
 
 def _kind_of(line: Mapping[str, Any]) -> Kind:
     """What is read of a member's line, as `kinds` has it."""
     following = {"next_epoch": int, "next_nodes": [int]} if "next_epoch" in line else {}
     return {"line": frozenset(_LINES), "time": float, **_LINES.get(str(line.get("line")), {}), **following}
-
-
-def _kind_of_event(event: Mapping[str, Any]) -> Kind:
-    return {"event": str, **(_DEATH if str(event.get("event")) in _DEATHS else {})}
 
 
 @dataclass(frozen=True)
@@ -259,7 +255,7 @@ def _identity(line: Mapping[str, Any]) -> Identity:
 def _deaths(run_dir: Path) -> dict[Identity, list[float]]:
     """When each worker was declared dead, in seconds since the Unix epoch. JAX's service had been told before."""
     deaths: dict[Identity, list[float]] = defaultdict(list)
-    for event in read_lines(run_dir / "events.jsonl", _kind_of_event):
+    for event in read_lines(run_dir / "events.jsonl", of_events(_DEATHS)):
         if event["event"] in _DEATHS:
             deaths[_identity(event)].append(event["time"])
     return deaths

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Kind = Any
@@ -26,6 +27,11 @@ OBJECT: Kind = {}
 """Any object."""
 
 _MAX_SHOWN = 60
+
+
+def of_events(kinds: Mapping[str, Mapping[str, Kind]]) -> Callable[[Mapping[str, Any]], Kind]:
+    """For `read_lines`: what is read of each event, by its name, besides the name."""
+    return lambda event: {"event": str, **kinds.get(str(event.get("event")), {})}
 
 
 def what_is_wrong(value: object, kind: Kind, name: str = "") -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_train.errors import UsageError
 from elastic_train.telemetry.json_files import read_lines
-from elastic_train.telemetry.kinds import Kind
+from elastic_train.telemetry.kinds import of_events
 from elastic_train.telemetry.records import is_written
 from elastic_train.telemetry.run_files import read_job, read_secret, read_summary, require_run_directory
 
@@ -66,7 +66,7 @@ def status_from_files(run_dir: Path, *, is_alive: bool = False) -> dict[str, Any
       is_alive: the job is running; otherwise all workers are dead.
     """
     ledger = read_lines(run_dir / "ledger.jsonl", lambda line: {"step": int, "workers": [int]})
-    status = replay(read_lines(run_dir / "events.jsonl", _kind_of), ledger)
+    status = replay(read_lines(run_dir / "events.jsonl", of_events(_KINDS)), ledger)
     job = _read_job(run_dir)
     if not is_alive:
         _end_with_the_job(status["workers"])
@@ -178,11 +178,7 @@ _KINDS = {
     "view_changed": {"epoch": int, "members": [int]},
     **{name: {"slot": int, "incarnation": int, "pid?": int, "host?": str} for name in _STATES},
 }
-
-
-def _kind_of(event: Mapping[str, Any]) -> Kind:
-    """What `replay` reads of an event."""
-    return {"event": str, **_KINDS.get(str(event.get("event")), {})}
+"""What `replay` reads of events."""
 
 
 def _read_job(run_dir: Path) -> dict[str, Any]:
