@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
 import re
 import signal
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -20,15 +20,13 @@ DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax", "grpc", "numpy")
 """Packages that may lie elsewhere than what is installed with this Python: on PYTHONPATH."""
 
 
-def _libraries() -> tuple[str, ...]:
+@functools.cache
+def libraries() -> tuple[str, ...]:
+    """Where code lies that is not the user's: this package, the standard library, what is installed."""
     specs = [importlib.util.find_spec(name) for name in DEPENDENCIES]  # imports nothing
     lie = [path for spec in specs if spec for path in spec.submodule_search_locations or ()]
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     return tuple({str(Path(__file__).resolve().parents[1]), *installed, *lie})
-
-
-LIBRARIES = _libraries()
-"""Where code lies that is not the user's: this package, the standard library, what is installed."""
 
 
 def install_dumps() -> None:
@@ -41,8 +39,8 @@ def install_dumps() -> None:
     faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=True)
 
 
-def user_frame(dump: str, libraries: Sequence[str] = LIBRARIES) -> str:
-    """The innermost frame outside of `libraries`: of the main thread, which comes last, or of another; "" if none is.
+def user_frame(dump: str) -> str:
+    """The innermost frame outside of `libraries()`: of the main thread, which comes last, or of another; "" if none is.
 
     >>> dump = 'Thread 0x00000001 (most recent call first):\\n  File "/my/code.py", line 7 in load'
     >>> user_frame(dump)
@@ -56,6 +54,6 @@ def user_frame(dump: str, libraries: Sequence[str] = LIBRARIES) -> str:
             threads[-1].append(frame)
     for frames in reversed(threads):
         for frame in frames:
-            if not frame["file"].startswith((*libraries, "<frozen ")):
+            if not frame["file"].startswith((*libraries(), "<frozen ")):
                 return f"{frame['file']}:{frame['line']} in {frame['function']}"
     return ""
