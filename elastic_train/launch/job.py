@@ -230,10 +230,7 @@ def _is_broken_off(run_dir: Path, before: Mapping[str, Any], checked: Checked) -
 
 def _await_end(job: Supervisor) -> None:
     """The agent may have heard first that the job is over."""
-    deadline = time.monotonic() + END_NEWS_LIMIT_S
-    while job.end is None and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        job.tick()
+    _tick_until(job, lambda: job.end is not None, END_NEWS_LIMIT_S)
 
 
 def _await_agent(job: Supervisor, agent: Agent) -> None:
@@ -241,11 +238,16 @@ def _await_agent(job: Supervisor, agent: Agent) -> None:
 
     Raises TimeoutError, or what has ended the agent.
     """
-    deadline = time.monotonic() + END_LIMIT_S
-    while not agent.ended and time.monotonic() < deadline:
+    _tick_until(job, lambda: agent.ended, END_LIMIT_S)
+    agent.wait(0)
+
+
+def _tick_until(job: Supervisor, condition: Callable[[], bool], limit_s: float) -> None:
+    """Looks after the coordinator until that holds, but no longer than `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
         time.sleep(POLL_S)
         job.tick()
-    agent.wait(0)
 
 
 def _watch(
