@@ -141,9 +141,7 @@ class Training:
             else:
                 verdict = self._step()
             if isinstance(verdict, Commit) and self._group.me in verdict.leaving and not verdict.stop:
-                if not (
-                    self._record.lacks_evaluation and self._evaluation_is_due
-                ):  # those who stay evaluate, and send it
+                if not self._awaits_evaluation:  # otherwise those who stay send it, when they have evaluated
                     self._record.send()
                 return Result("left", self.state, self._record.metrics)
             self._follow(verdict)
@@ -195,7 +193,7 @@ class Training:
         left: tuple[Identity, ...] = (),
         came: tuple[Identity, ...] = (),
     ) -> None:
-        self._held.owes = self._held.owes or (self._record.lacks_evaluation and self._evaluation_is_due)
+        self._held.owes = self._held.owes or self._awaits_evaluation
         recovered = self._recovery.begin(view, died, left, came)
         self._record.epoch_begun(recovered)
         if recovered["kind"] == "formed":
@@ -335,6 +333,11 @@ class Training:
         self._failures.committed()
         self._record.evaluated(step, means)
         self._held.owes = False
+
+    @property
+    def _awaits_evaluation(self) -> bool:
+        """Whether the record of the newest step is to tell of an evaluation, and cannot yet."""
+        return self._record.lacks_evaluation and self._evaluation_is_due
 
     @property
     def _evaluation_is_due(self) -> bool:
