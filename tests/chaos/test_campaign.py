@@ -7,7 +7,8 @@ plan is the same then; who is struck depends on who is there at that moment.
 from __future__ import annotations
 
 import pytest
-from campaign import Campaign, draw
+from campaign import Campaign
+from campaign_plan import draw
 
 
 def test_a_plan_depends_on_its_seed_alone():
